@@ -5,18 +5,21 @@ SHELL := /bin/bash
 PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
+NIGHTLY ?= not nightly
 
 PY := .venv/bin/python
 # the name holds the folder, so that a moved or copied checkout is set up anew
 STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 TRACKERS := .venv-trackers/.ready
 TRANSFORMERS4 := .venv-transformers4/.ready
+VLLM := .venv-vllm/.ready
+VLLM_TESTS := tests/rollout/contract tests/rollout/vllm
 
 # Threads of one test process: as many test processes run as there are cores to use.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 
-.PHONY: help setup demo smollm2 package test test-shared test-gpu test-faults nightly trackers transformers4 check format clean
+.PHONY: help setup demo smollm2 package test test-shared test-vllm test-gpu test-faults nightly trackers transformers4 vllm check format clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,12 +38,18 @@ smollm2: $(STAMP)  ## a pretrained model of 135 M parameters learns word problem
 
 test: $(STAMP)  ## all tests but the GPU's, the nightly ones and those over ../shared
 	@scripts/system_package chromium chromium "the tests of the page, a browser that"
-	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not nightly and not shared" $(ARGS)
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not nightly and not shared and not vllm" $(ARGS)
+	@$(if $(ARGS),,$(MAKE) --no-print-directory test-vllm)
 
 test-shared: $(STAMP)  ## tests over the shared cases and data in ../shared
 	@test -d ../shared || { echo "make test-shared: the folder ../shared is missing. It holds the project's shared" \
 		"cases and data; 'make test' does not need it." >&2; exit 1; }
-	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "shared and not gpu and not nightly" $(ARGS)
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "shared and not gpu and not nightly and not vllm" $(ARGS)
+
+# where vLLM has no build, scripts/vllm_env says so
+test-vllm: $(VLLM)  ## tests over vLLM, which "make test" ends with
+	@[[ ! -x .venv-vllm/bin/python ]] || $(TEST_ENV) .venv-vllm/bin/python -m pytest \
+		-m "vllm and not gpu and $(NIGHTLY)" $(if $(ARGS),$(ARGS),$(VLLM_TESTS))
 
 test-gpu: $(STAMP)  ## tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
@@ -49,7 +58,8 @@ test-faults: $(STAMP)  ## some sixty faults done to runs, and who survived; ARGS
 	@$(TEST_ENV) PYTHONPATH=tests/support $(PY) tests/faults/fault_table.py $(ARGS)
 
 nightly: $(STAMP) trackers transformers4  ## tests too slow for CI
-	@$(PYTEST) -m "nightly and not gpu" $(ARGS)
+	@$(PYTEST) -m "nightly and not gpu and not vllm" $(ARGS)
+	@$(if $(ARGS),,$(MAKE) --no-print-directory test-vllm NIGHTLY=nightly)
 
 package: $(STAMP)  ## build wheel and sdist, install the wheel in an empty environment, and use it there
 	@scripts/package $(ARGS)
@@ -73,6 +83,11 @@ $(TRANSFORMERS4): $(STAMP)
 		transformers==4.57.6 'huggingface_hub<1' 'tokenizers>=0.22,<=0.23' requests urllib3 idna certifi \
 		charset_normalizer || { echo "make transformers4: the package index cannot be reached" >&2; exit 1; }
 	@touch $@
+
+vllm: $(VLLM)  ## make .venv-vllm: vLLM's CPU build, for the tests over it
+
+$(VLLM): $(STAMP) scripts/vllm_env
+	@scripts/vllm_env $(PY) $@
 
 check: $(STAMP)  ## format, lint, types, and no more lines of code than before (scripts/lines.py)
 	@$(PY) -m ruff format --check --quiet . || { echo "make check: some files are not formatted; run 'make format'" >&2; \

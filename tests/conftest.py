@@ -4,6 +4,7 @@ Without a CUDA device kernels are interpreted, and tests marked gpu are skipped.
 a session; ``support/skips.py`` says which skips fail it in CI.
 """
 
+import importlib.util
 import os
 import signal
 import sys
@@ -35,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("vllm") and not importlib.util.find_spec("vllm"):
+            item.add_marker(pytest.mark.skip(reason="needs vLLM: make test-vllm"))
         minutes = max((MINUTES[marker.name] for marker in item.iter_markers() if marker.name in MINUTES), default=None)
         if minutes and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(60 * minutes))

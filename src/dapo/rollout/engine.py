@@ -169,6 +169,30 @@ def some_elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)[::step] + 0  # copies arrays of NumPy too: an engine without PyTorch may be given those
 
 
+def check_known(bucket: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises EngineError: an engine has no parameter of this name or of this shape."""
+    for name, tensor in bucket:
+        if (shape := shapes.get(name)) != tuple(tensor.shape):
+            have = "no such parameter" if shape is None else f"shape {shape}"
+            raise EngineError(f"weights: {name} {tuple(tensor.shape)}: the engine's model has {have}")
+
+
+def check_arrived(sent: Mapping[str, torch.Tensor], have: Mapping[str, torch.Tensor]) -> None:
+    """Compares :func:`some_elements` of what was sent and of what an engine has, in the type of the latter.
+    Raises EngineError: they differ, or some did not come."""
+    if lost := [name for name in sent if name not in have]:
+        raise EngineError(f"weights: {len(lost)} of {len(sent)} parameters, such as {lost[0]}, did not arrive")
+    for name, elements in have.items():
+        other = sent.get(name)
+        if other is None or other.shape != elements.shape or not bool((other.to(elements) == elements).all()):
+            lost.append(name)
+    if lost:
+        raise EngineError(
+            f"weights: {len(lost)} of {len(have)} parameters, such as {lost[0]}, are not what was sent: they were "
+            "lost or damaged on the way to the engine"
+        )
+
+
 async def hand_over(engine: Engine, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Give an engine new weights, so many bytes at a time that no second model has to be in memory."""
     await engine.begin(version)

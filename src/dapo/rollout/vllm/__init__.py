@@ -1,1 +1,1 @@
-"""vLLM as a rollout engine: its core in processes of its own, fed by the protocol, with weights that are checked."""
+"""vLLM as a rollout engine: for tensor parallelism, and for models that the native engine does not cover."""

@@ -1,38 +1,367 @@
-"""What runs in vLLM's workers: weights are received, loaded and checked. (A stand-in until the checks are here.)"""
+"""In vLLM's workers: new weights are received, put in place, and looked for there.
+
+Consumes what :class:`~dapo.rollout.vllm.transfer.WeightTransfer` sends. Three things are asked of every update: that
+each tensor arrived as it was sent, that vLLM's model took it, and that the model computes with it. For the last, some
+columns of each matrix are read back from where vLLM has it (its own part of a fused or split one; on a CPU through the
+multiplication, as vLLM keeps no plain matrix there). Where that place is not known, as with fused experts, it is only
+asked that something changed.
+"""
 
 from __future__ import annotations
 
+import math
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load, load_file
+from torch import distributed
+
+from dapo.model.adapters import WEIGHTS_FILE, file_key
+from dapo.rollout.engine import EngineError, check_arrived, some_elements
+
 ADAPTER = ("dapo", 1)
-"""Name and number that vLLM knows the adapter by."""
+"""Name and number that vLLM knows the adapter by. Requests name it, so they stay the same at a new version."""
+
+TIMEOUT = timedelta(seconds=60)
+"""For a collective operation: the longest that one side waits for the other."""
+
+_COLUMNS = 4  # of a matrix that are read back; others at each version
+
+Layout = Sequence[tuple[str, str, Sequence[int], int]]
+"""Of tensors in one buffer: name, type, shape, offset in bytes."""
 
 
 class Receiver:
-    """vLLM mixes this into its worker (``worker_extension_cls``)."""
+    """What vLLM adds to its worker class (``worker_extension_cls``)."""
 
-    model_runner: Any
+    def dapo_weights(self, step: str, *args: Any) -> dict[str, Any]:
+        """Do a step of :class:`Incoming`; its EngineError comes back as text, not through vLLM's error handling."""
+        state = self.__dict__
+        incoming = state.setdefault("dapo_incoming", None) or Incoming(self)
+        state["dapo_incoming"] = incoming
+        try:
+            return {"found": getattr(incoming, step)(*args)}
+        except EngineError as error:
+            return {"error": str(error)}
 
-    vllm_config: Any
 
-    def dapo_begin(self, version: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is in vLLM's model: rows ``at`` to ``at + height`` of ``module``'s, which are those from ``first``
+    on of what is sent, and of those the columns from ``left`` on, ``width`` of them (0: it has none)."""
+
+    module: Any
+    attribute: str
+    at: int
+    first: int
+    height: int
+    left: int = 0
+    width: int = 0
+
+    def columns(self, version: int, device: torch.device) -> torch.Tensor:
+        """Those that are looked at, as numbers among the module's own."""
+        step = self.width / _COLUMNS
+        return torch.tensor([int(i * step + 7 * version) % self.width for i in range(_COLUMNS)], device=device)
+
+    def sample(self, sent: torch.Tensor, version: int) -> torch.Tensor:
+        """The part of ``sent`` that is to be found in place."""
+        rows = sent[self.first : self.first + self.height]
+        return rows[:, self.left + self.columns(version, sent.device)] if self.width else rows.clone()
+
+    def read(self, module: Any, version: int) -> Iterator[torch.Tensor]:
+        """The same from ``module``, for each way in which that uses it."""
+        plain, rows = getattr(module, self.attribute), slice(self.at, self.at + self.height)
+        if not self.width:
+            yield plain[rows]
+            return
+        columns = self.columns(version, plain.device)
+        if plain.dim() == 2:
+            yield plain[rows][:, columns]
+        if plain.device.type == "cpu":  # vLLM multiplies by a packed copy there
+            one_hot = torch.zeros(_COLUMNS, self.width, dtype=plain.dtype)
+            one_hot[torch.arange(_COLUMNS), columns] = 1
+            yield module.quant_method.apply(module, one_hot, None).T[rows]
+
+
+class Incoming:
+    """New weights of one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._open = False
+        self._version = -1
+        self._arrived: dict[str, torch.Tensor] = {}  # some elements of each
+        self._before: dict[str, torch.Tensor] = {}  # the same of the last whole update
+        self._places: dict[str, _Place | None] = {}
+        self._samples: dict[str, torch.Tensor] = {}
+        self._taken: set[str] | None = set()  # parameters of vLLM's; None: this model does not say
+        self._group: Any = None
+        model = worker.model_runner.get_model()
+        self._model, self._modules = model, dict(model.named_modules())
+        self._parameters = {name for name, _ in model.named_parameters()}
+        self._tied = _tied(self._modules)
+        self._in_place: dict[str, torch.Tensor] = {}
+        self._steps = {"files": self._files, "ipc": self._ipc, "group": self._broadcast}
+
+    def describe(self) -> dict[str, Any]:
+        """The device, to choose the way by."""
+        device = self._worker.device
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        return {"type": device.type, "uuid": uuid}
+
+    # -- the tensors -----------------------------------------------------------------------------------------------
+
+    def begin(self, version: int) -> None:
+        """All weights are to come. Until :meth:`commit` nothing may be computed: the model has none meanwhile."""
+        self._version, self._taken = version, set()
+        self._arrived.clear()
+        self._samples.clear()
+        with self._reloading() as reload:
+            if self._open:  # what an update that failed has left
+                reload.finalize_layerwise_reload(self._model, self._worker.model_config)
+            self._in_place = self._elsewhere()
+            reload.initialize_layerwise_reload(self._model)
+        self._open = True
+
+    def take(self, way: str, *args: Any) -> None:
+        """Some of them. Raises EngineError: one came twice, with other values, or the model has no such parameter."""
+        if not self._open:
+            raise EngineError("weights: a tensor came before the beginning of an update")
+        fresh: dict[str, torch.Tensor] = {}
+        for name, tensor in self._steps[way](*args).items():
+            elements = some_elements(tensor)
+            if (before := self._arrived.get(name)) is None:
+                fresh[name] = tensor
+            elif not torch.equal(before, elements):
+                raise EngineError(f"weights: {name} came twice, with other values")
+            self._arrived[name] = elements
+            if name not in self._places:
+                self._places[name] = self._place(name, tensor)
+            if (place := self._places[name]) is not None:
+                self._samples[name] = place.sample(tensor, self._version)
+        with self._reloading():
+            try:
+                taken = self._model.load_weights(iter(fresh.items()))
+            except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+                text = f"{type(self._model).__name__} of vLLM does not take {' or '.join(list(fresh)[:3])}"
+                raise EngineError(f"weights: {text}: {type(error).__name__}: {error}") from error
+        self._taken = None if taken is None or self._taken is None else self._taken | taken
+        self._synchronize()
+
+    def commit(self, fingerprint: bytes) -> dict[str, int]:
+        """All have come, and are in use when this returns. Says how many were found in place, and how many there are.
+        Raises EngineError: some are not what was sent, or not in use."""
+        if not self._open:
+            raise EngineError("weights: a commit without a begin")
+        check_arrived(load(fingerprint), {name: elements.cpu() for name, elements in self._arrived.items()})
+        with self._reloading() as reload:
+            reload.finalize_layerwise_reload(self._model, self._worker.model_config)
+            for modules in self._tied.values():  # of which only the first was loaded, and on a CPU packed anew
+                for module in modules:
+                    module.quant_method.process_weights_after_loading(module)
+        self._open = False
+        quantized = self._worker.model_config.quantization is not None
+        if self._taken is not None and not quantized and (nothing := self._parameters - self._taken):
+            raise EngineError(f"weights: {len(nothing)} parameters of vLLM's model got none, such as {min(nothing)}")
+        found = self._check_in_place()
+        self._before = dict(self._arrived)
+        self._samples.clear()
+        self._synchronize()
+        return {"found": found, "tensors": len(self._arrived)}
+
+    def _check_in_place(self) -> int:
+        same: dict[str, torch.Tensor] = {}
+        for name, sample in self._samples.items():
+            place = self._places[name]
+            assert place is not None
+            for module in (place.module, *self._tied.get(place.module, ())):
+                where = name if module is place.module else f"the output head tied to {name}"
+                for have in place.read(module, self._version):
+                    agree = have.shape == sample.shape and bool((have == sample).all())
+                    same[where] = same.get(where, True) and agree
+        if lost := [name for name, agree in same.items() if not agree]:
+            raise EngineError(
+                f"weights: {len(lost)} of {len(same)} parameters, such as {lost[0]}, arrived but did not reach vLLM's "
+                "model, which computes with other values"
+            )
+        self._check_changed([name for name in self._arrived if name not in self._samples])
+        return len(self._samples)
+
+    def _check_changed(self, names: Sequence[str]) -> None:
+        """Of tensors whose place is not known: if they are others than before, something must be so in the model."""
+        before, now = self._before, self._elsewhere()
+        if not before and self._worker.vllm_config.load_config.load_format != "dummy":
+            return
+        new = [name for name in names if name not in before or not torch.equal(before[name], self._arrived[name])]
+        if new and now and all(torch.equal(elements, self._in_place[name]) for name, elements in now.items()):
+            text = f"{len(new)} parameters, such as {new[0]}, arrived but nothing changed in vLLM's model"
+            raise EngineError(f"weights: {text}")
+
+    def _elsewhere(self) -> dict[str, torch.Tensor]:
+        """Some elements of the parameters of modules where no tensor has its known place."""
+        known = {place.module for place in self._places.values() if place is not None}
+        return {
+            f"{path}.{name}": some_elements(parameter.data)
+            for path, module in self._modules.items()
+            for name, parameter in module._parameters.items()
+            if module not in known and parameter is not None and parameter.numel()
+        }
+
+    def _place(self, name: str, tensor: torch.Tensor) -> _Place | None:
+        path, _, attribute = name.rpartition(".")
+        found = _find(path, self._modules, getattr(self._model, "packed_modules_mapping", {}))
+        if (
+            found is None
+            or tensor.dim() not in (1, 2)
+            or not isinstance(getattr(found[0], attribute, None), torch.Tensor)
+        ):
+            return None
+        (module, part), shape = found, tensor.shape
+        rank, ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+        if (parts := getattr(module, "output_partition_sizes", None)) is not None:
+            at, height = sum(parts[:part]), parts[part]
+            first = _shard(shape[0], height, rank, ranks)
+        elif (indices := getattr(module, "shard_indices", None)) is not None:
+            at, first = 0, indices.org_vocab_start_index
+            height = indices.org_vocab_end_index - first
+        else:
+            at, first, height = 0, 0, shape[0]
+        width = getattr(module, "input_size_per_partition", shape[1]) if tensor.dim() == 2 else 0
+        left = _shard(shape[1], width, rank, ranks) if width else 0
+        return None if first is None or left is None else _Place(module, attribute, at, first, height, left, width)
+
+    # -- the adapter -----------------------------------------------------------------------------------------------
+
+    def adapter(self, folder: str, fingerprint: bytes) -> dict[str, int]:
+        """Take the adapter in ``folder`` in place of the one before.
+        Raises EngineError: it is not what was sent, or is not on the layers that it is for."""
+        from vllm.lora.request import LoRARequest
+
+        sent = load(fingerprint)
+        names = {file_key(name): name for name in sent}
+        tensors = {
+            names.get(file_key(key), key): tensor for key, tensor in load_file(Path(folder) / WEIGHTS_FILE).items()
+        }
+        check_arrived(sent, {name: some_elements(tensor) for name, tensor in tensors.items()})
+        self._worker.remove_lora(ADAPTER[1])
+        try:
+            self._worker.add_lora(LoRARequest(*ADAPTER, folder))
+        except Exception as error:  # the kinds differ
+            raise EngineError(f"weights: vLLM does not take the adapter: {type(error).__name__}: {error}") from error
+        manager = self._worker.model_runner.lora_manager._adapter_manager
+        slot = manager.lora_index_to_id.index(ADAPTER[1])
+        lost = [name for name, tensor in tensors.items() if not self._bound(manager.modules, name, tensor, slot)]
+        if lost or not tensors:
+            raise EngineError(
+                f"weights: {len(lost)} of {len(tensors)} tensors of the adapter, such as {lost[0] if lost else 'all'}, "
+                "are on no layer of vLLM's model, or with other values"
+            )
+        return {"found": len(tensors), "tensors": len(tensors)}
+
+    def _bound(self, modules: Mapping[str, Any], name: str, sent: torch.Tensor, slot: int) -> bool:
+        """Whether a matrix of the adapter is where vLLM multiplies by it, which is a multiple of it (the scale)."""
+        path, _, kind = name.partition(".lora_")
+        found = _find(path, modules, getattr(self._model, "packed_modules_mapping", {}))
+        if found is None:
+            return False
+        module, part = found
+        stacked = (module.lora_a_stacked if kind[0] == "A" else module.lora_b_stacked)[part][slot, 0]
+        have = stacked[: sent.shape[0], : sent.shape[1]].float().cpu()
+        if have.shape != sent.shape:  # a part of it, with tensor parallelism
+            return bool(have.any()) == bool(sent.any())
+        want = sent.to(stacked.dtype).float()
+        scale = (have * want).sum() / (want * want).sum().clamp(min=1e-30)
+        return torch.allclose(have, scale * want, rtol=2**-6, atol=1e-30) and bool(have.any()) == bool(want.any())
+
+    # -- the ways --------------------------------------------------------------------------------------------------
+
+    def _files(self, path: str) -> dict[str, torch.Tensor]:
+        return load_file(path)
+
+    def _ipc(self, layout: Layout, handle: bytes) -> dict[str, torch.Tensor]:
+        """From memory of the learner's on the same GPU, which it uses again when this returns."""
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        args = list(pickle.loads(handle))
+        args[6] = self._worker.device.index  # the number of the GPU may differ between the two
+        return unpacked(rebuild_cuda_tensor(*args).clone(), layout)
+
+    def join(self, backend: str, host: str, port: int, size: int) -> None:
+        """Be one of ``size`` in a group of processes of which the learner is the first."""
+        store = distributed.TCPStore(host, port, size, is_master=False, timeout=TIMEOUT)
+        self._group = process_group(backend, store, self._worker.rank + 1, size)
+
+    def _broadcast(self, layout: Layout, size: int) -> dict[str, torch.Tensor]:
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._worker.device)
+        self._group.broadcast(buffer, 0).wait()
+        return unpacked(buffer, layout)
+
+    @contextmanager
+    def _reloading(self) -> Iterator[Any]:
+        """In the state in which vLLM loads weights; gives its module for loading layer by layer."""
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
+        from vllm.model_executor.model_loader import reload
 
-        with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
+        with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
+            yield reload
 
-    def dapo_load(self, path: str) -> None:
-        from safetensors.torch import load_file
-        from vllm.config import set_current_vllm_config
+    def _synchronize(self) -> None:
+        if self._worker.device.type == "cuda":
+            torch.cuda.synchronize(self._worker.device)
 
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(load_file(path).items())
 
-    def dapo_commit(self) -> str | None:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
+    """Of its own, beside those of vLLM and of the learner."""
+    if backend == "gloo":  # in tests, without a GPU
+        return distributed.ProcessGroupGloo(distributed.PrefixStore("dapo", store), rank, size, TIMEOUT)
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return distributed.ProcessGroupNCCL(distributed.PrefixStore("dapo", store), rank, size, options)
 
-        with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+
+def unpacked(buffer: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    """Views of the tensors in one buffer of bytes, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, dtype, shape, offset in layout:
+        kind = getattr(torch, dtype)
+        size = math.prod(shape) * kind.itemsize
+        found[name] = buffer[offset : offset + size].view(kind).view(*shape)
+    return found
+
+
+def _find(path: str, modules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> tuple[Any, int] | None:
+    """The module of vLLM's that has the one of this path in Transformers' model, and as which of its parts."""
+    if path in modules:
+        return modules[path], 0
+    parent, _, leaf = path.rpartition(".")
+    for fused, parts in packed.items():
+        if leaf in parts and (whole := f"{parent}.{fused}") in modules:
+            return modules[whole], list(parts).index(leaf)
+    return None
+
+
+def _shard(total: int, part: int, rank: int, ranks: int) -> int | None:
+    """Where a rank's part of so many rows or columns begins; None: they are split in a way that is not known here."""
+    shards = total // part if part else 0
+    if not shards or shards * part != total or ranks % shards:
         return None
+    return rank // (ranks // shards) * part  # where there are more ranks than parts, some have the same
+
+
+def _tied(modules: Mapping[str, Any]) -> dict[Any, list[Any]]:
+    """Modules whose matrix is an earlier one's, by that one."""
+    first: dict[int, Any] = {}
+    found: dict[Any, list[Any]] = {}
+    for module in modules.values():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.numel():
+            owner = first.setdefault(weight.data_ptr(), module)
+            if owner is not module:
+                found.setdefault(owner, []).append(module)
+    return found

@@ -1,0 +1,457 @@
+"""What every engine has to do, whichever it is: one suite, over the native engine's two decoders, `dapo serve` and vLLM.
+
+What an engine does not offer is a row of :data:`LACKS`, with the reason. Log-probabilities are held against the
+trainer's own float32 forward pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import subjects
+from dapo.records import Sample
+from dapo.rollout.engine import Draft, EngineError, InterruptibleEngine, Request, Sampling
+from subjects import PROMPT, RESPONSE, STOPS, VOCABULARY, Subject, events, started
+
+LACKS = {
+    ("openai", "drafts"): "each token would cost a message",
+    ("openai", "cancel keeps tokens"): "what samples have so far is not known before they come whole",
+    ("openai", "continue"): "the completions API has no way to say it; its restart begins samples anew",
+    ("openai", "pause"): "the server may have others to serve",
+    ("openai", "refuse sleep"): "the server's memory is its own, so sleep does nothing",
+    ("openai", "likeliest"): "training has no use for them, and evaluation shows none",
+}
+"""What an engine does not offer, and why."""
+PLAIN, LONG = Sampling(1.0, 12), Sampling(1.0, RESPONSE)
+NOISE = 1e-3
+"""Nats: float32 in other orders of summation."""
+
+
+def who(*abilities: str) -> Any:
+    """The test is for engines that offer all of these."""
+    kinds = [kind for kind in subjects.MAKERS if not any((kind, ability) in LACKS for ability in abilities)]
+    marked = [pytest.param(kind, marks=[pytest.mark.vllm] if kind == "vllm" else []) for kind in kinds]
+    return pytest.mark.parametrize("subject", marked, indirect=True)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The engine of a kind, started once."""
+    folder = subjects.save(tmp_path_factory.mktemp("contract") / "tiny")
+    running: dict[str, Subject] = {}
+    with ExitStack() as stack:
+
+        def find(kind: str) -> Subject:
+            if kind not in running or running[kind].closed:
+                running[kind] = stack.enter_context(started(kind, folder))
+            return running[kind]
+
+        yield find
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, engines: Any) -> Subject:
+    found: Subject = engines(request.param)
+    if found.seed:
+        found.run(found.give(0))
+    return found
+
+
+# -- samples -------------------------------------------------------------------------------------------------------
+
+
+@who()
+def test_every_sample_comes_once_in_the_place_of_its_seed_and_ends_as_it_says(subject: Subject) -> None:
+    """More samples than the engine has rows for. The last token, and no other, is a stop token, also at the limit."""
+    requests = [subject.request(range(30, 31 + n), range(10 * n, 10 * n + n), LONG) for n in range(1, 8)]
+    requests.append(subject.request([40, 41], [5], Sampling(1.0, 1)))
+    found = subject.run(subject.collect(*requests))
+    assert sorted(found) == [(r.id, index) for r in requests for index in range(len(r.seeds))]
+    for (number, _), sample in found.items():
+        limit = next(r.sampling.max_tokens for r in requests if r.id == number)
+        *before, last = sample.token_ids.tolist()
+        assert not set(before) & set(STOPS) and sample.length <= limit
+        assert sample.finish_reason == ("stop" if last in STOPS else "length")
+        assert last in STOPS or sample.length == limit
+        assert (sample.versions == subject.engine.version).all()
+        assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
+    assert {s.finish_reason for s in found.values()} == {"stop", "length"}
+    assert isinstance(subject.engine, InterruptibleEngine)
+
+
+@who()
+def test_seeds_decide_samples_whatever_else_is_in_flight(subject: Subject) -> None:
+    """Of one prompt, and of others around it; equal seeds give equal samples, others differ."""
+    seeds = (3, 2**64 - 1, 3, 2**63)
+    first, again = (subject.request([50, 60, 70], seeds, LONG) for _ in range(2))
+    alone = [s.token_ids.tolist() for s in subject.samples(first)]
+    others = [subject.request([50 + n, 60], range(3), PLAIN) for n in range(4)]
+    crowd = subject.run(subject.collect(*others, again))
+    assert [crowd[again.id, index].token_ids.tolist() for index in range(4)] == alone
+    assert alone[0] == alone[2] and len({tuple(ids) for ids in alone}) == 3
+
+
+@who()
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_the_trainer(subject: Subject, temperature: float) -> None:
+    request = subject.request(range(30, 45), range(6), Sampling(temperature, RESPONSE))
+    assert subject.differs_from_trainer(request, subject.samples(request)) < NOISE
+
+
+@who()
+def test_at_temperature_0_the_likeliest_token_comes(subject: Subject) -> None:
+    request = subject.request([65, 66, 67], (1, 2), Sampling(0.0, RESPONSE))
+    ids = [s.token_ids.tolist() for s in subject.samples(request)]
+    with torch.no_grad():
+        logits = subjects.model_of(0)(torch.tensor([[65, 66, 67, *ids[0]]])).logits[0, 2:-1]
+    assert ids[0] == ids[1] == logits.argmax(-1).tolist()
+
+
+@who()
+def test_a_response_ends_with_the_token_that_completes_a_stop_text(subject: Subject) -> None:
+    """The same tokens as without, up to that one, which belongs to the response."""
+    free = subject.samples(subject.request([70, 71], range(8), LONG))
+    read = [[subject.template.decode(s.token_ids[:n].tolist()) for n in range(1, s.length + 1)] for s in free]
+    written = [c for text in read for c in text[-1] if c.isascii()]
+    texts = (written[3], written[-1] + "!", written[-2])
+    stopped = subject.samples(subject.request([70, 71], range(8), replace(LONG, stop=texts)))
+    ends = [next((n for n, text in enumerate(r, 1) if any(t in text for t in texts)), None) for r in read]
+    assert any(end is not None and end < s.length for end, s in zip(ends, free, strict=True)) and None in ends
+    for before, after, end in zip(free, stopped, ends, strict=True):
+        assert after.token_ids.tolist() == before.token_ids.tolist()[:end]
+        assert after.finish_reason == ("stop" if end else before.finish_reason)
+        assert np.allclose(after.logprobs, before.logprobs[:end], atol=NOISE)
+
+
+@who()
+def test_streams_at_once_each_have_their_own_samples(subject: Subject) -> None:
+    groups = [[subject.request([30 + n, 40 + i], range(3), PLAIN) for i in range(3)] for n in range(4)]
+
+    async def all_at_once() -> list[dict[tuple[int, int], Sample]]:
+        return await asyncio.gather(*(subject.collect(*group) for group in groups))
+
+    for group, found in zip(groups, subject.run(all_at_once()), strict=True):
+        assert sorted(found) == [(r.id, index) for r in group for index in range(3)]
+
+
+@who("likeliest")
+def test_the_likeliest_tokens_come_with_the_sample(subject: Subject) -> None:
+    request = subject.request([65, 66], (1, 2), Sampling(0.5, 6, top_logprobs=3))
+    for sample in subject.samples(request):
+        assert sample.top_ids is not None and sample.top_logprobs is not None
+        with torch.no_grad():
+            logits = subjects.model_of(0)(torch.tensor([[65, 66, *sample.token_ids.tolist()]])).logits[0, 1:-1]
+        expected = torch.log_softmax(logits / 0.5, -1).topk(3)
+        assert sample.top_ids.tolist() == expected.indices.tolist()
+        assert np.allclose(sample.top_logprobs, expected.values.numpy(), atol=NOISE)
+
+
+REFUSED = [
+    (Request(3, (), (1,), PLAIN), "the prompt is empty|prompt"),
+    (Request(3, (5, VOCABULARY), (1,), PLAIN), f"token ids must be in 0..{VOCABULARY - 1}"),
+    (Request(3, (5,) * (PROMPT + 29), (1,), PLAIN), "229 prompt tokens and up to 12 response tokens exceed"),
+    (Request(3, (5,), (1,), Sampling(1.0, 0)), "max_tokens"),
+    (Request(3, (5,), (1,), Sampling(float("nan"), 8)), "temperature|not JSON|nan"),
+    (Request(3, (5,), (1,), Sampling(1.0, 8, stop=("",))), "stop"),
+]
+
+
+@who()
+@pytest.mark.parametrize(("request_", "message"), REFUSED)
+def test_a_request_that_cannot_be_served_is_refused_and_the_next_one_is_served(
+    subject: Subject, request_: Request, message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        subject.run(subject.collect(request_))
+    assert len(subject.samples(subject.request([5] * (PROMPT + RESPONSE - 12), (1,), PLAIN))) == 1  # exactly the limit
+
+
+# -- what is in flight ---------------------------------------------------------------------------------------------
+
+
+@who()
+def test_a_consumer_that_stops_iterating_ends_its_samples(subject: Subject) -> None:
+    async def leave() -> None:
+        stream = subject.engine.generate([subject.request([5 + n], range(100), LONG) for n in range(4)])
+        await anext(stream)
+        await stream.aclose()
+        # what is left of 400 samples would be in the way of these, and of sleep
+        await asyncio.wait_for(subject.collect(subject.request([6], (1, 2), PLAIN)), 10)
+        await subject.engine.sleep()
+        await subject.engine.wake()
+
+    subject.run(leave())
+
+
+@who("drafts")
+@pytest.mark.parametrize("only_new", [False, True])
+def test_drafts_are_the_beginnings_of_the_samples_that_come(subject: Subject, only_new: bool) -> None:
+    request = subject.request([40, 50], range(6), LONG)
+    told = subject.run(events(subject.engine.stream([request], only_new=only_new)))
+    samples = {event.index: event for event in told if isinstance(event, Sample)}
+    assert sorted(samples) == list(range(6)) and any(isinstance(event, Draft) for event in told)
+    known = dict.fromkeys(samples, 0)
+    for draft in (event for event in told if isinstance(event, Draft)):
+        sample, size = samples[draft.index], draft.start + len(draft.token_ids)
+        assert draft.start == (known[draft.index] if only_new else 0) and known[draft.index] <= size <= sample.length
+        assert list(draft.token_ids) == sample.token_ids[draft.start : size].tolist()
+        assert list(draft.logprobs) == pytest.approx(sample.logprobs[draft.start : size].tolist())
+        known[draft.index] = size
+
+
+@who()
+def test_streams_of_cancelled_requests_end_and_unknown_ids_are_ignored(subject: Subject) -> None:
+    gone, kept = subject.request([40], range(60), LONG), subject.request([41], range(3), PLAIN)
+
+    async def run() -> tuple[list[Any], list[Any], list[Draft]]:
+        both = asyncio.create_task(events(subject.engine.generate([gone, kept])))
+        alone = asyncio.create_task(events(subject.engine.generate([replace(gone, id=next(subject.numbers))])))
+        await asyncio.sleep(0.02)
+        other = await subject.engine.cancel({10**9})
+        assert other == []
+        await subject.engine.cancel({gone.id, 10**9})
+        found = await asyncio.wait_for(both, 20)
+        again = await subject.engine.cancel({gone.id})
+        return found, await alone, again
+
+    found, alone, again = subject.run(run())
+    assert [s.index for s in sorted(found, key=lambda s: s.index) if s.request_id == kept.id] == [0, 1, 2]
+    assert len([s for s in found if s.request_id == gone.id]) < 60 and again == []
+    assert sorted(s.index for s in alone) == list(range(60))
+
+
+@who("drafts", "cancel keeps tokens", "continue")
+def test_cancelled_samples_keep_their_tokens_and_are_continued(subject: Subject) -> None:
+    request = subject.request(range(30, 40), range(10), LONG)
+
+    async def cut() -> tuple[list[Any], list[Draft]]:
+        stream = subject.engine.stream([request])
+        found: list[Any] = []
+        drafts: list[Draft] = []
+        async for event in stream:
+            found.append(event)
+            if not drafts and isinstance(event, Draft) and len(event.token_ids) > 3:
+                drafts = await subject.engine.cancel({request.id})
+        return found, drafts
+
+    found, drafts = subject.run(cut())
+    whole = {event.index: event for event in found if isinstance(event, Sample)}
+    assert drafts and not {d.index for d in drafts} & set(whole)
+    grown = {d.index: len(d.token_ids) for d in found if isinstance(d, Draft)}
+    assert all(len(d.token_ids) >= grown.get(d.index, 0) for d in drafts), "tokens that were told of are lost"
+    left = [index for index in range(10) if index not in whole]
+    again = tuple(replace(d, index=left.index(d.index)) for d in drafts)
+    rest = subject.request(request.prompt_ids, [request.seeds[i] for i in left], LONG, drafts=again)
+    continued = subject.samples(rest)
+    for draft in again:
+        sample, size = continued[draft.index], len(draft.token_ids)
+        begun = [a[:size].tolist() for a in (sample.token_ids, sample.logprobs, sample.versions)]
+        assert begun == [list(a) for a in (draft.token_ids, draft.logprobs, draft.versions)] and sample.length > size
+        assert sample.length == RESPONSE or sample.token_ids[-1] in STOPS
+    assert subject.differs_from_trainer(rest, continued) < NOISE
+
+
+@who("pause", "drafts")
+def test_nothing_is_sampled_while_paused_and_all_goes_on_afterwards(subject: Subject) -> None:
+    request, late = subject.request([40, 41], range(12), LONG), subject.request([42], (1, 2), PLAIN)
+
+    async def run() -> None:
+        told: list[Any] = []
+
+        async def read() -> None:
+            async for event in subject.engine.stream([request]):
+                told.append(event)
+
+        reading = asyncio.create_task(read())
+        while not told:
+            await asyncio.sleep(0.005)
+        await subject.engine.pause()
+        await asyncio.sleep(0.1)  # what was sampled before is on its way
+        count, waiting = len(told), asyncio.create_task(subject.collect(late))
+        await asyncio.sleep(0.3)
+        assert len(told) == count and not waiting.done() and not reading.done()
+        await subject.engine.resume()
+        await subject.engine.resume()
+        await asyncio.wait_for(asyncio.gather(reading, waiting), 30)
+        samples = [event for event in told if isinstance(event, Sample)]
+        assert sorted(s.index for s in samples) == list(range(12)) and len(waiting.result()) == 2
+        assert subject.differs_from_trainer(request, samples) < NOISE
+
+    subject.run(run())
+
+
+# -- weights and memory --------------------------------------------------------------------------------------------
+
+
+@who()
+def test_new_weights_are_sampled_from_at_once_and_no_cache_is_stale(subject: Subject) -> None:
+    """A prompt long enough to be kept by a prefix cache, sampled from before and after."""
+    request = subject.request(np.random.default_rng(0).integers(30, 200, PROMPT).tolist(), range(4), LONG)
+    before = subject.samples(request)
+    assert subject.differs_from_trainer(request, before) < NOISE
+    version = subject.engine.version
+    for seed in (1, 2):
+        subject.run(subject.give(seed))
+        again = replace(request, id=next(subject.numbers))
+        after = subject.samples(again)
+        assert subject.differs_from_trainer(again, after) < NOISE  # which also wants all of the version in use
+        assert [s.token_ids.tolist() for s in after] != [s.token_ids.tolist() for s in before]
+    assert subject.engine.version == version + 2
+    subject.run(subject.give(2, version=version + 2))  # as after an update that was skipped: no fault
+
+
+@who()
+def test_versions_of_samples_in_flight_never_fall(subject: Subject) -> None:
+    requests = [subject.request([40, 41 + n], range(100), LONG) for n in range(4)]
+    old = subject.engine.version
+
+    async def run() -> list[Any]:
+        reading = asyncio.create_task(events(subject.engine.generate(requests)))
+        await asyncio.sleep(0.05)
+        await subject.give(1)
+        return await asyncio.wait_for(reading, 60)
+
+    found = subject.run(run())
+    assert len({(s.request_id, s.index) for s in found}) == len(found) == 400
+    assert all((np.diff(s.versions) >= 0).all() for s in found)
+    assert {v for s in found for v in s.versions.tolist()} <= {old, old + 1}
+    assert old + 1 in found[-1].versions
+
+
+NAME = "model.layers.1.self_attn.k_proj.weight"  # some engines hold it in one tensor with those of q and v
+
+
+def _altered(name: str, change: Any) -> Any:
+    return lambda tensors: [(n, change(t) if n == name else t) for n, t in tensors]
+
+
+SPOILT = {
+    "lost": lambda tensors: [(n, t) for n, t in tensors if n != NAME],
+    "unknown": lambda tensors: [*tensors, ("other.weight", torch.ones(3))],
+    "of another shape": _altered(NAME, lambda t: t[:-1]),
+    "doubled with other values": lambda tensors: [(NAME, dict(tensors)[NAME] + 1), *tensors],
+}
+
+
+@who()
+@pytest.mark.parametrize("fault", SPOILT)
+def test_weights_that_are_not_whole_are_refused_by_name_and_never_sampled_from(subject: Subject, fault: str) -> None:
+    version = subject.engine.version
+    with pytest.raises(EngineError, match="other.weight" if fault == "unknown" else NAME):
+        subject.run(subject.give(1, SPOILT[fault]))
+    assert subject.engine.version == version
+    if fault == "lost":
+        with pytest.raises(EngineError):
+            subject.run(asyncio.wait_for(subject.collect(subject.request([5], (1,), PLAIN)), 20))
+    subject.run(subject.give(1))
+    request = subject.request([30, 31], range(4), PLAIN)
+    assert subject.differs_from_trainer(request, subject.samples(request)) < NOISE
+
+
+@who()
+def test_weights_that_were_altered_on_the_way_are_refused_by_name(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = subject.engine.put
+
+    async def altered(bucket: Any) -> None:
+        await put([(n, t * 1.5 if n == NAME else t) for n, t in bucket])
+
+    monkeypatch.setattr(subject.engine, "put", altered)
+    with pytest.raises(EngineError, match=NAME):
+        subject.run(subject.give(1))
+    monkeypatch.undo()
+    subject.run(subject.give(1))
+
+
+@who()
+def test_versions_never_fall(subject: Subject) -> None:
+    version = subject.engine.version
+    with pytest.raises(EngineError, match=f"version {version - 1} was given after version {version}"):
+        subject.run(subject.give(1, version=version - 1))
+    assert len(subject.samples(subject.request([5], (1,), PLAIN))) == 1
+
+
+@who()
+def test_after_a_nap_log_probabilities_are_the_same(subject: Subject) -> None:
+    """Also where weights came meanwhile."""
+
+    async def nap(seed: int) -> None:
+        await subject.engine.sleep()
+        await subject.engine.sleep()
+        if seed:
+            await subject.give(seed)
+        await subject.engine.wake()
+        await subject.engine.wake()
+
+    request = subject.request(range(30, 50), range(4), LONG)
+    before = subject.samples(request)
+    subject.run(nap(0))
+    after = subject.samples(replace(request, id=next(subject.numbers)))
+    assert [s.token_ids.tolist() for s in after] == [s.token_ids.tolist() for s in before]
+    for one, other in zip(before, after, strict=True):
+        assert np.allclose(one.logprobs, other.logprobs, atol=NOISE)
+    subject.run(nap(1))
+    again = replace(request, id=next(subject.numbers))
+    assert subject.differs_from_trainer(again, subject.samples(again)) < NOISE
+
+
+@who("refuse sleep")
+def test_sleep_is_refused_while_samples_are_in_flight(subject: Subject) -> None:
+    async def run() -> None:
+        stream = subject.engine.generate([subject.request([5], range(60), LONG)])
+        await anext(stream)
+        with pytest.raises(EngineError, match="in flight"):
+            await subject.engine.sleep()
+        assert len([sample async for sample in stream]) == 59
+
+    subject.run(run())
+
+
+# -- what an engine does not offer, and its end ----------------------------------------------------------------------
+
+
+def _continuation(subject: Subject) -> Request:
+    return subject.request([5], (1,), LONG, drafts=(Draft(0, 0, (30,), (-1.0,), (0,)),))
+
+
+ASKED = {
+    "pause": lambda subject: subject.engine.pause(),
+    "continue": lambda subject: subject.collect(_continuation(subject)),
+    "likeliest": lambda subject: subject.collect(subject.request([5], (1,), Sampling(1.0, 4, top_logprobs=2))),
+}
+
+
+@pytest.mark.parametrize(
+    ("subject", "ability"), [row for row in LACKS if row[1] in ASKED], indirect=["subject"], ids=" ".join
+)
+def test_what_an_engine_does_not_offer_it_refuses(subject: Subject, ability: str) -> None:
+    with pytest.raises(EngineError):
+        subject.run(ASKED[ability](subject))
+
+
+@who()
+def test_closing_ends_the_wait_of_a_consumer_in_time(subject: Subject) -> None:
+    """The last test of the file: the next one would start the engine again."""
+
+    async def run() -> None:
+        requests = [subject.request([5 + n], range(100), LONG) for n in range(8)]
+        waiting = asyncio.create_task(subject.collect(*requests))
+        await asyncio.sleep(0.3)
+        subject.closed = True
+        await asyncio.wait_for(subject.engine.close(), 30)
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(waiting, 10)
+        with pytest.raises(EngineError, match="closed"):
+            await subject.collect(subject.request([5], (1,), PLAIN))
+
+    subject.run(run())

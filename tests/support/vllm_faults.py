@@ -1,0 +1,61 @@
+"""A worker of vLLM's in which weights go astray, for tests."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+
+from dapo.rollout.vllm.worker import Receiver
+
+
+class FaultyReceiver(Receiver):
+    """Its fault happens once, or until the next is named."""
+
+    def dapo_fault(self, kind: str = "", name: str = "") -> None:
+        """``kind`` of what happens to the tensor ``name``; empty: nothing does."""
+        self.dapo_weights("describe")  # so that there is one
+        incoming = self.__dict__["dapo_incoming"]
+        vars(incoming._model).pop("load_weights", None)
+        incoming._steps = {"files": incoming._files, "group": incoming._broadcast, "ipc": incoming._ipc}
+        if kind in ("lost", "altered", "exit"):
+
+            def arrive(come: Any, *args: Any) -> dict[str, torch.Tensor]:
+                tensors = come(*args)
+                if name in tensors and kind == "exit":
+                    os._exit(9)
+                if name in tensors and kind == "lost":
+                    del tensors[name]
+                elif name in tensors:
+                    tensors[name] = tensors[name] * 1.5
+                return tensors
+
+            incoming._steps = {way: partial(arrive, come) for way, come in incoming._steps.items()}
+        load = type(incoming._model).load_weights
+        if kind == "nowhere":  # load_weights says that it took them
+            incoming._model.load_weights = lambda weights: set(incoming._parameters) if list(weights) else set()
+        if kind == "half":  # it takes this one, but does nothing with it
+            incoming._model.load_weights = lambda weights: load(incoming._model, [w for w in weights if w[0] != name])
+        if kind == "swapped":  # it gives this one to the next of the same shape
+            incoming._model.load_weights = lambda weights: load(incoming._model, _swapped(dict(weights), name))
+        head = incoming._model.lm_head.quant_method
+        vars(head).pop("process_weights_after_loading", None)
+        if kind == "untied":  # the head's copy of the embedding stays as it was
+            head.process_weights_after_loading = lambda module: None
+
+    def dapo_memory(self) -> int:
+        """Bytes in memory of this process."""
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def dapo_pid(self) -> int:
+        return os.getpid()
+
+
+def _swapped(weights: dict[str, Any], name: str) -> list[tuple[str, Any]]:
+    other = name.replace("gate_proj", "up_proj")
+    if name in weights:
+        weights[name], weights[other] = weights[other], weights[name]
+    return list(weights.items())
