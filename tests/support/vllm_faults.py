@@ -34,7 +34,11 @@ class FaultyReceiver(Receiver):
 
             incoming._steps = {way: partial(arrive, come) for way, come in incoming._steps.items()}
         load = type(incoming._model).load_weights
-        if kind == "nowhere":  # load_weights says that it took them
+        vars(incoming).pop("_place", None)
+        incoming._places.clear()
+        if kind == "unknown":  # as with fused experts: it is not known where they are, and none arrives
+            incoming._place = lambda name, tensor: None
+        if kind in ("nowhere", "unknown"):  # load_weights says that it took them
             incoming._model.load_weights = lambda weights: set(incoming._parameters) if list(weights) else set()
         if kind == "half":  # it takes this one, but does nothing with it
             incoming._model.load_weights = lambda weights: load(incoming._model, [w for w in weights if w[0] != name])

@@ -331,7 +331,7 @@ def unpacked(buffer: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
     for name, dtype, shape, offset in layout:
         kind = getattr(torch, dtype)
         size = math.prod(shape) * kind.itemsize
-        found[name] = buffer[offset : offset + size].view(kind).view(*shape)
+        found[name] = buffer[offset : offset + size].view(kind).view(tuple(shape))
     return found
 
 

@@ -1,0 +1,233 @@
+"""Weights that certainly arrive: whatever goes astray on the way to vLLM, or inside of it, is named."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from dapo.config import build_config, nested
+from dapo.errors import ConfigError
+from dapo.rollout.engine import EngineError, Request, Sampling, check_arrived, hand_over, some_elements
+from dapo.rollout.vllm import options
+from dapo.rollout.vllm.transfer import WeightTransfer, chosen
+from dapo.rollout.vllm.worker import TIMEOUT, _shard, process_group, unpacked
+from helpers import random_model
+
+SHAPE = {"vocab_size": 203, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+K, GATE, EMBEDDING = (
+    "model.layers.1.self_attn.k_proj.weight",
+    "model.layers.0.mlp.gate_proj.weight",
+    "model.embed_tokens.weight",
+)
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class Vllm:
+    """An engine, a model whose weights it is given, and the loop that both live in."""
+
+    engine: Any
+    model: Any
+    runner: asyncio.Runner
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self.runner.run(self.engine._rpc(method, args))[0]
+
+    def change(self, scale: float = 0.02) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * scale)
+
+    def push(self, spoil: Callable[[Tensors], Tensors] = list) -> None:
+        tensors = [(name, p.detach()) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.runner.run(asyncio.wait_for(hand_over(self.engine, self.engine.version + 1, spoil(tensors)), 60))
+
+    def mismatch(self) -> float:
+        """Largest difference between the log-probabilities of its tokens and those of the model's forward pass."""
+
+        async def sample() -> list[Any]:
+            asked = [Request(n, (n + 2, 3, 5), (n, n + 9), Sampling(1.0, 8)) for n in range(3)]
+            return [(asked[one.request_id], one) async for one in self.engine.generate(asked)]
+
+        worst = 0.0
+        for request, found in self.runner.run(sample()):
+            ids = torch.tensor([[*request.prompt_ids, *found.token_ids.tolist()]])
+            with torch.no_grad():
+                logprobs = torch.log_softmax(self.model(ids).logits[0, 2:-1].float(), -1)
+            want = logprobs.gather(1, ids[0, 3:, None])[:, 0]
+            worst = max(worst, float((want - torch.tensor(found.logprobs)).abs().max()))
+        return worst
+
+
+def started(model: Any, folder: Path = Path("none"), **settings: Any) -> Iterator[Vllm]:
+    from dapo.rollout.vllm.engine import VLLMEngine
+
+    config = build_config(
+        nested({"model.path": str(folder), "model.compute_dtype": "float32", "rollout.engine": "vllm"} | settings)
+    )
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "RECEIVER", "vllm_faults.FaultyReceiver")
+        engine = VLLMEngine(config, model, [0], max_sequence_tokens=48, max_concurrent_samples=8)
+        try:
+            yield Vllm(engine, model, runner)
+        finally:
+            runner.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Vllm]:
+    """A tied head, biases, and query and key of unlike sizes."""
+    yield from started(random_model("qwen2", **SHAPE, tie_word_embeddings=True))
+
+
+SENT: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "one of a fused matrix is not sent": (
+        lambda sent: [one for one in sent if one[0] != K],
+        f"1 parameters were not given, such as {K}",
+    ),
+    "twice, with other values": (lambda sent: [*sent, (K, dict(sent)[K] * 2)], f"{K} came twice, with other values"),
+    "another shape": (lambda sent: [(n, t[:-1] if n == K else t) for n, t in sent], rf"{K} \(31, 64\): .* has shape"),
+    "not of the model": (lambda sent: [*sent, ("model.other", torch.ones(2))], "model.other .* no such parameter"),
+    "a tied head": (lambda sent: [*sent, ("lm_head.weight", dict(sent)[EMBEDDING])], "lm_head.weight .* no such param"),
+}
+INSIDE = {
+    ("lost", K): f"1 of .* parameters, such as {K}, did not arrive",
+    ("altered", K): f"1 of .* parameters, such as {K}, are not what was sent",
+    ("nowhere", ""): f"parameters, such as {EMBEDDING}, arrived but did not reach",
+    ("half", K): f"1 of .* parameters, such as {K}, arrived but did not reach",
+    ("swapped", GATE): f"2 of .* parameters, such as {GATE}, arrived but did not reach",
+    ("untied", ""): f"1 of .*, such as the output head tied to {EMBEDDING}, arrived but did not reach",
+    ("unknown", ""): "arrived but nothing changed in vLLM's model",
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("fault", SENT)
+def test_a_wrong_update_is_refused_by_name(vllm: Vllm, fault: str) -> None:
+    spoil, message = SENT[fault]
+    vllm.change()
+    with pytest.raises(EngineError, match=message):
+        vllm.push(spoil)
+    with pytest.raises(EngineError, match="arrived in part"):
+        vllm.mismatch()
+    vllm.push()
+    assert vllm.mismatch() < 1e-5
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("fault", INSIDE)
+def test_what_goes_astray_behind_the_learner_is_named(vllm: Vllm, fault: tuple[str, str]) -> None:
+    vllm.change()
+    vllm.push()
+    vllm.change()
+    vllm.call("dapo_fault", *fault)
+    with pytest.raises(EngineError, match=INSIDE[fault]):
+        vllm.push()
+    vllm.call("dapo_fault")
+    vllm.push()
+    assert vllm.mismatch() < 1e-5
+
+
+@pytest.mark.vllm
+def test_the_same_tensor_twice_is_no_fault_and_small_steps_arrive(vllm: Vllm) -> None:
+    for _ in range(3):
+        vllm.change(1e-6)
+        vllm.push(lambda sent: [*sent, *sent[:3]])
+        assert vllm.mismatch() < 1e-5
+    vllm.push()  # the same again: nothing has to change
+
+
+@pytest.mark.vllm
+def test_a_worker_that_dies_in_the_middle_is_told(vllm: Vllm) -> None:
+    vllm.push()
+    vllm.call("dapo_fault", "exit", K)
+    with pytest.raises(EngineError, match="vLLM"):
+        vllm.push()
+    with pytest.raises(EngineError):
+        vllm.mismatch()
+
+
+# -- without vLLM --------------------------------------------------------------------------------------------------
+
+
+def test_what_an_engine_has_is_compared_with_what_was_sent() -> None:
+    sent = {name: torch.randn(64) for name in "abc"}
+    check_arrived(sent, {name: elements.bfloat16() for name, elements in sent.items()})
+    for change, message in (
+        ({"b": sent["b"] + 1}, "1 of 3 parameters, such as b, are not what was sent"),
+        ({"b": sent["b"][:-1]}, "such as b, are not what was sent"),
+        ({"d": sent["b"]}, "1 of 4 parameters, such as d, are not what was sent"),
+        ({"b": torch.full((64,), torch.nan)}, "such as b, are not what was sent"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            check_arrived(sent, sent | change)
+    with pytest.raises(EngineError, match="1 of 3 parameters, such as c, did not arrive"):
+        check_arrived(sent, {name: sent[name] for name in "ab"})
+
+
+def test_the_kind_follows_from_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        uuid = "one"
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
+    workers = {
+        name: [{"type": "cuda", "uuid": uuid} for uuid in name.split()] for name in ("one", "two three", "one two")
+    }
+    workers["cpu"] = [{"type": "cpu", "uuid": ""}]
+    table = {(gpu, "one"): "ipc", (gpu, "two three"): "nccl", (gpu, "one two"): "files", (gpu, "cpu"): "files"}
+    for (device, name), kind in (table | {(cpu, "cpu"): "files", (cpu, "one"): "files"}).items():
+        assert chosen("auto", device, workers[name]) == kind
+        assert chosen("files", device, workers[name]) == "files"
+        for asked in ("ipc", "nccl"):
+            if asked == kind:
+                assert chosen(asked, device, workers[name]) == asked
+            else:
+                with pytest.raises(ConfigError, match=f"runtime.sync.kind: {asked} needs learner and engine on"):
+                    chosen(asked, device, workers[name])
+    with pytest.raises(ConfigError, match="copy is for an engine in this process"):
+        WeightTransfer(None, random_model("qwen2"), torch.float32, "copy")  # type: ignore[arg-type]
+
+
+def test_rows_of_a_rank_and_what_is_split_in_unknown_ways() -> None:
+    assert [_shard(64, 32, rank, 2) for rank in range(2)] == [0, 32]
+    assert [_shard(64, 64, rank, 2) for rank in range(2)] == [0, 0]  # each has all of it
+    assert [_shard(64, 32, rank, 4) for rank in range(4)] == [
+        0,
+        0,
+        32,
+        32,
+    ]  # keys and values, of fewer heads than ranks
+    assert _shard(64, 48, 0, 2) is None and _shard(64, 16, 0, 2) is None and _shard(64, 0, 0, 1) is None
+
+
+def _receive(port: int, size: int, layout: Any, answers: Any) -> None:
+    store = distributed.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=TIMEOUT)
+    buffer = torch.empty(size, dtype=torch.uint8)
+    process_group("gloo", store, 1, 2).broadcast(buffer, 0).wait()
+    answers.put({name: some_elements(tensor).tolist() for name, tensor in unpacked(buffer, layout).items()})
+
+
+def test_a_bucket_goes_through_a_group_of_processes_in_one_piece() -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7), "c": torch.arange(5), "d": torch.tensor(2.0)}
+    transfer = WeightTransfer(None, random_model("qwen2"), torch.bfloat16)  # type: ignore[arg-type]
+    buffer, layout = transfer._packed(tensors, torch.device("cpu"))
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    store = distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+    other = context.Process(target=_receive, args=(store.port, buffer.numel(), layout, answers))
+    other.start()
+    process_group("gloo", store, 0, 2).broadcast(buffer, 0).wait()
+    found = answers.get(timeout=60)
+    other.join(10)
+    wire = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}
+    assert found == {name: some_elements(tensor).tolist() for name, tensor in wire.items()}
