@@ -22,8 +22,10 @@ def main() -> None:
     log, place = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT), sys.argv.index("-c")
     os.dup2(log, 1)
     os.dup2(log, 2)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    os.setsid()  # a Ctrl-C in the terminal is for the run, which ends us
     code, sys.argv = sys.argv[place + 1], ["-c", *sys.argv[place + 2 :]]
+    if "resource_tracker" not in code:  # which removes what the others leave behind
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     exec(code, {"__name__": "__main__"})
 
 

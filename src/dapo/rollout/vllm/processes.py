@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -23,7 +24,7 @@ from dapo.rollout.engine import EngineError
 from dapo.rollout.vllm import child
 from dapo.rollout.vllm.options import environment
 
-CLOSE_SECONDS = 10.0
+_PATIENCE_S = 2.0  # some workers take five to say goodbye to nobody; they have nothing to lose
 _starting = threading.Lock()
 _CAUSE = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Interrupt)): (.+)")
 
@@ -68,13 +69,13 @@ class Processes:
     def _quiet(self) -> Iterator[None]:
         """Inside, what this process and those that it starts say of vLLM goes to the log."""
         logger, executable = logging.getLogger("vllm"), spawn.get_executable()
-        resource_tracker.ensure_running()  # which outlives us
         starter = Path(self._folder.name) / "python"
         quoted = (f"'{one}'" for one in (sys.executable, "-P", child.__file__, self._log))
         starter.write_text(f'#!/bin/sh\nexec {" ".join(quoted)} "$@"\n')
         starter.chmod(0o700)
         handler = logging.FileHandler(self._log)
         spawn.set_executable(str(starter))
+        resource_tracker.ensure_running()  # it removes what is left in shared memory, and tells of it
         logger.addHandler(handler)
         try:
             yield
@@ -92,12 +93,11 @@ class Processes:
     def close(self) -> None:
         """End them, within a bounded time."""
         if core := getattr(self, "core", None):
-            core.shutdown(timeout=CLOSE_SECONDS / 2)
+            core.shutdown(timeout=_PATIENCE_S)
         for process in self._children:
-            process.join(CLOSE_SECONDS / 4)
-            if process.is_alive():
-                process.kill()
-                process.join(CLOSE_SECONDS / 4)
+            with contextlib.suppress(ProcessLookupError):  # its own children are in its group
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join(_PATIENCE_S)
         self._folder.cleanup()
 
 
