@@ -2,85 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
+from transformers import AutoModelForCausalLM
 
-from dapo.config import build_config, nested
 from dapo.errors import ConfigError
-from dapo.rollout.engine import EngineError, Request, Sampling, check_arrived, hand_over, some_elements
-from dapo.rollout.vllm import options
+from dapo.model.adapters import adapter_parameters, new_adapter
+from dapo.rollout.engine import EngineError, check_arrived, some_elements
+from dapo.rollout.vllm import transfer
 from dapo.rollout.vllm.transfer import WeightTransfer, chosen
 from dapo.rollout.vllm.worker import TIMEOUT, _shard, process_group, unpacked
 from helpers import random_model
+from vllm_subject import SHAPE, Tensors, Vllm, started
 
-SHAPE = {"vocab_size": 203, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 K, GATE, EMBEDDING = (
     "model.layers.1.self_attn.k_proj.weight",
     "model.layers.0.mlp.gate_proj.weight",
     "model.embed_tokens.weight",
 )
-Tensors = list[tuple[str, torch.Tensor]]
-
-
-@dataclass
-class Vllm:
-    """An engine, a model whose weights it is given, and the loop that both live in."""
-
-    engine: Any
-    model: Any
-    runner: asyncio.Runner
-
-    def call(self, method: str, *args: Any) -> Any:
-        return self.runner.run(self.engine._rpc(method, args))[0]
-
-    def change(self, scale: float = 0.02) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(torch.randn_like(parameter) * scale)
-
-    def push(self, spoil: Callable[[Tensors], Tensors] = list) -> None:
-        tensors = [(name, p.detach()) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.runner.run(asyncio.wait_for(hand_over(self.engine, self.engine.version + 1, spoil(tensors)), 60))
-
-    def mismatch(self) -> float:
-        """Largest difference between the log-probabilities of its tokens and those of the model's forward pass."""
-
-        async def sample() -> list[Any]:
-            asked = [Request(n, (n + 2, 3, 5), (n, n + 9), Sampling(1.0, 8)) for n in range(3)]
-            return [(asked[one.request_id], one) async for one in self.engine.generate(asked)]
-
-        worst = 0.0
-        for request, found in self.runner.run(sample()):
-            ids = torch.tensor([[*request.prompt_ids, *found.token_ids.tolist()]])
-            with torch.no_grad():
-                logprobs = torch.log_softmax(self.model(ids).logits[0, 2:-1].float(), -1)
-            want = logprobs.gather(1, ids[0, 3:, None])[:, 0]
-            worst = max(worst, float((want - torch.tensor(found.logprobs)).abs().max()))
-        return worst
-
-
-def started(model: Any, folder: Path = Path("none"), **settings: Any) -> Iterator[Vllm]:
-    from dapo.rollout.vllm.engine import VLLMEngine
-
-    config = build_config(
-        nested({"model.path": str(folder), "model.compute_dtype": "float32", "rollout.engine": "vllm"} | settings)
-    )
-    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "RECEIVER", "vllm_faults.FaultyReceiver")
-        engine = VLLMEngine(config, model, [0], max_sequence_tokens=48, max_concurrent_samples=8)
-        try:
-            yield Vllm(engine, model, runner)
-        finally:
-            runner.run(engine.close())
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +102,52 @@ def test_a_worker_that_dies_in_the_middle_is_told(vllm: Vllm) -> None:
         vllm.mismatch()
 
 
+@pytest.mark.vllm
+@pytest.mark.nightly
+def test_an_adapter_arrives_at_each_version_or_is_named(tmp_path: Path) -> None:
+    base = random_model("llama", **SHAPE)
+    base.save_pretrained(tmp_path)
+    model = new_adapter(AutoModelForCausalLM.from_pretrained(tmp_path), 4, 8.0, ["q_proj", "v_proj", "down_proj"], 0)
+    for parameter in adapter_parameters(model).values():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    b = "model.layers.1.self_attn.v_proj.lora_B.default.weight"
+    for vllm in started(model, tmp_path, **{"model.lora.rank": 4}):
+        vllm.push()
+        assert vllm.mismatch() < 1e-5
+        for fault, spoil, message in (
+            ("", lambda sent: [one for one in sent if one[0] != b], f"1 parameters were not given, such as {b}"),
+            ("", lambda sent: [(n, t[:-1] if n == b else t) for n, t in sent], f"{b} .* has shape"),
+            ("unbound", list, "18 of 18 tensors of the adapter, such as .*lora_.*, arrived but are on no layer"),
+        ):
+            vllm.change(0.1)
+            vllm.call("dapo_fault", fault)
+            with pytest.raises(EngineError, match=message):
+                vllm.push(spoil)
+            vllm.call("dapo_fault")
+            vllm.push()
+            assert vllm.mismatch() < 1e-5
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_of_processes_and_ranks_that_have_parts(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "chosen", lambda *_: "gloo")  # in place of nccl, which needs GPUs
+    model = random_model("qwen2", **(SHAPE | {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}))
+    for vllm in started(model, **{"rollout.tensor_parallel": ranks}):
+        vllm.push()
+        assert vllm.mismatch() < 1e-5
+        for name, message in ((K, f"such as {K}, did not arrive"), ("", "")):
+            vllm.change()
+            vllm.call("dapo_fault", "lost", name)
+            with pytest.raises(EngineError, match=message) if name else nullcontext():
+                vllm.push()
+        vllm.call("dapo_fault", "swapped", GATE)
+        with pytest.raises(EngineError, match=f"such as {GATE}, arrived but did not reach"):
+            vllm.push()
+        assert vllm.engine._transfer._group is not None
+
+
 # -- without vLLM --------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +157,6 @@ def test_what_an_engine_has_is_compared_with_what_was_sent() -> None:
     for change, message in (
         ({"b": sent["b"] + 1}, "1 of 3 parameters, such as b, are not what was sent"),
         ({"b": sent["b"][:-1]}, "such as b, are not what was sent"),
-        ({"d": sent["b"]}, "1 of 4 parameters, such as d, are not what was sent"),
         ({"b": torch.full((64,), torch.nan)}, "such as b, are not what was sent"),
     ):
         with pytest.raises(EngineError, match=message):
@@ -219,8 +210,8 @@ def _receive(port: int, size: int, layout: Any, answers: Any) -> None:
 
 def test_a_bucket_goes_through_a_group_of_processes_in_one_piece() -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7), "c": torch.arange(5), "d": torch.tensor(2.0)}
-    transfer = WeightTransfer(None, random_model("qwen2"), torch.bfloat16)  # type: ignore[arg-type]
-    buffer, layout = transfer._packed(tensors, torch.device("cpu"))
+    sender = WeightTransfer(None, random_model("qwen2"), torch.bfloat16)  # type: ignore[arg-type]
+    buffer, layout = sender._packed(tensors, torch.device("cpu"))
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     store = distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=TIMEOUT, wait_for_workers=False)

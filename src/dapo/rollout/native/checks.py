@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-
-import torch
+from collections.abc import Collection, Iterator
 
 from dapo.rollout.engine import EngineError, NotFiniteError, Request, Sampling
 from dapo.rollout.native.stopping import NO_TEXT
@@ -36,22 +34,6 @@ def check_request(
     problems = _problems(request, vocabulary, max_sequence, can_decode)
     for problem in itertools.chain(problems, _draft_problems(request, vocabulary, stop_ids)):
         raise EngineError(f"request {request.id}: {problem}")
-
-
-def check_bucket(
-    bucket: Sequence[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor], missing: Collection[str]
-) -> None:
-    """Refuse weights that are none of the model's, or that came already with other values. ``missing``: what is still
-    to come. Raises EngineError: names the tensor."""
-    given: dict[str, torch.Tensor] = {}
-    for name, tensor in bucket:
-        target = parameters.get(name)
-        if target is None or target.shape != tensor.shape:
-            have = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
-            raise EngineError(f"weights: {name} {tuple(tensor.shape)}: the engine's model has {have}")
-        before = given.setdefault(name, tensor) if name in missing else target
-        if before is not tensor and not torch.equal(before, tensor.to(before)):
-            raise EngineError(f"weights: {name} came twice, with other values")
 
 
 def not_finite(request: Request, index: int, place: int) -> NotFiniteError:
