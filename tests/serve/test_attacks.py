@@ -205,10 +205,10 @@ def test_one_that_does_not_read_costs_nobody_else(server: Served) -> None:
 
 def test_a_request_that_takes_too_long_is_given_up(folder: Path) -> None:
     with served(folder, limits=Limits(seconds=0.2)) as server:
-        server.model.hold()  # as while weights change
+        server.model.doors["tiny"].hold()  # as while weights change
         got = server.complete()
         assert got.status_code == 504 and "--timeout-s" in got.json()["error"]["message"]
-        server.model.release()
+        server.model.doors["tiny"].release()
         assert server.complete(max_tokens=2).status_code == 200
         assert server.model.waiting == 0
 
@@ -216,7 +216,8 @@ def test_a_request_that_takes_too_long_is_given_up(folder: Path) -> None:
 def test_requests_wait_or_begin_again_while_weights_change(server: Served) -> None:
     model = server.model
     whole = server.complete("1=", seed=5, max_tokens=60, temperature=2).json()["choices"][0]["text"]
-    engine = model.engines["tiny"][0]
+    door = model.doors["tiny"]
+    engine = door.engines[0]
 
     def begun(**body: Any) -> tuple[threading.Thread, list[httpx.Response]]:
         found: list[httpx.Response] = []
@@ -231,13 +232,13 @@ def test_requests_wait_or_begin_again_while_weights_change(server: Served) -> No
     while not server.busy:
         assert time.monotonic() < end
         time.sleep(0.01)
-    model.hold()
-    asyncio.run(model.restart())
+    door.hold()
+    asyncio.run(door.restart())
     later, others = begun(n=2)
     asyncio.run(engine.resume())
     time.sleep(0.2)
     assert not answers and not others
-    model.release()
+    door.release()
     whole_thread.join(20)
     later.join(20)
     assert answers[0].json()["choices"][0]["text"] == whole
@@ -252,7 +253,7 @@ def test_what_is_refused_anyway_is_refused_before_its_texts_are_read(
 
     monkeypatch.setattr(type(server.model.prompting.template), "encode_text", read)
     assert server.complete(model="gpt-4").status_code == 404
-    assert server.complete(n=129).status_code == server.complete(["1"] * 129).status_code == 400
+    assert server.complete(n=1025).status_code == server.complete(["1"] * 1025).status_code == 400
     monkeypatch.setattr(server.model, "waiting", server.model.limits.max_waiting)
     assert server.complete().status_code == 429
     chat = [{"role": "user", "content": "x" * 500}, {"role": "user", "content": "x" * 301}]

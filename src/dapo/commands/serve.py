@@ -44,9 +44,8 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=1, metavar="N", help="Samples that may wait or run; what is more is answered with 429.")
     ] = 1024,
-    max_choices: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of one request.")] = 128,
     max_body_mb: MaxBody = 16.0,
-    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="Longest time of one request.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="Longest time of one request.")] = 3600.0,
     drain_s: DrainSeconds = 30.0,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -65,7 +64,7 @@ def serve(
         except ImportError as error:
             raise ConfigError(f"dapo serve needs {error.name}, which is not installed: {install('server')}") from None
         address = Address(host, port, Address.token_in(token_env))
-        limits = Limits(max_waiting, min(max_choices, max_waiting), int(max_body_mb * 2**20), timeout_s)
+        limits = Limits(max_waiting, int(max_body_mb * 2**20), timeout_s)
         more: dict[str, Any] = {
             "overrides": settings or [],
             "name": name,

@@ -115,7 +115,7 @@ async def _answer(service: Service, body: SamplingRequest, request: Request) -> 
 
     def count() -> None:
         service.seconds.observe(time.perf_counter() - started)
-        service.tokens.labels("prompt").inc(sum(map(len, job.prompts)))
+        service.tokens.labels("prompt").inc(job.prompt_tokens)
         service.tokens.labels("response").inc(reply.completion_tokens)
 
     if body.stream:
@@ -179,8 +179,13 @@ def _add_reports(app: FastAPI, service: Service) -> None:
             return []
         about = {"object": "model", "owned_by": "dapo", "created": 0, "max_model_len": served.context}
         return [
-            {"id": name, **about, "parent": None if name == served.name else served.name, "version": each[0].version}
-            for name, each in served.engines.items()
+            {
+                "id": name,
+                **about,
+                "parent": None if name == served.name else served.name,
+                "version": door.engines[0].version,
+            }
+            for name, door in served.doors.items()
         ]
 
     @app.get("/v1/models")
@@ -203,8 +208,8 @@ def _add_reports(app: FastAPI, service: Service) -> None:
     async def ready() -> JSONResponse:
         """Whether samples can be asked for: 503 while the server starts, drains or has no whole weights."""
         refusal = service.loaded.refusal if service.loaded else None
-        ready = service.state == "ready" and refusal is None
-        return JSONResponse({"state": service.state, "reason": refusal}, 200 if ready else 503)
+        state = service.state if refusal is None else "without weights"
+        return JSONResponse({"state": state, "reason": refusal}, 200 if state == "ready" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -262,7 +267,7 @@ async def serve(
     async def start() -> None:
         say(f"listening on {where}, loading the model")
         service.loaded = await asyncio.to_thread(load)
-        say(f"serving {', '.join(service.loaded.engines)}, up to {service.loaded.context} tokens a sample")
+        say(f"serving {', '.join(service.loaded.doors)}, up to {service.loaded.context} tokens a sample")
 
     ready = f"ready: {where}/v1 (also /health, /ready, /metrics)"
     try:
