@@ -28,7 +28,7 @@ Client = httpx.AsyncClient
 TOKEN = "a-token"
 PROMPT = [5, 6, 7]
 STOPS = [TOKENIZER.eos_token_id]
-SETTINGS = ("data.template=plain", "runtime.deterministic=true", "rollout.max_response_length=256")
+SETTINGS = ("data.template=plain", "runtime.deterministic=true", "rollout.max_response_length=200")
 
 
 @pytest.fixture(scope="module")

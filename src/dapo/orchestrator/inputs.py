@@ -116,7 +116,7 @@ def make_engine(
     """
     own = own_part(config, "rollout.engine", inputs.engine)
     if own is None and config.rollout.engine == "openai":
-        return openai_engine(config, embedding_rows(model), stop_ids)
+        return openai_engine(config, model, stop_ids)
     if own is not None and not callable(own):  # an engine as it is, with a model of its own
         return made("rollout.engine", own, Engine)  # type: ignore[no-any-return]
     return _with_copy(
@@ -169,19 +169,15 @@ def _with_copy(
         ) from None
 
 
-def openai_engine(
-    config: Config,
-    vocabulary: int | None,
-    stop_ids: Sequence[int] = (),
-    encode: Callable[[str], Sequence[int]] | None = None,
-) -> OpenAIEngine:
-    """That of ``rollout.url``. Raises UserError: it needs an extra, or its token is not set."""
+def openai_engine(config: Config, model: Any, stop_ids: Sequence[int] = (), tokenizer: Any = None) -> OpenAIEngine:
+    """That of ``rollout.url``, for a model or the name of one; ``tokenizer``: to evaluate, None: to train.
+    Raises UserError: it needs an extra, or its token is not set."""
     try:
         from dapo.rollout.openai import OpenAIEngine
     except ImportError as error:
         text = f"rollout.engine=openai needs {error.name}, which is not installed: {install('remote')}"
         raise ConfigError(text) from None
-    return OpenAIEngine(config, vocabulary, stop_ids, encode)
+    return OpenAIEngine(config, embedding_rows(model, config.model.trust_remote_code), stop_ids, tokenizer)
 
 
 def training_prompts(

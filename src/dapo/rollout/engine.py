@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 BUCKET_BYTES = 256 * 2**20
+_ROUNDING = 1e-3  # by which the log of a probability of 1 may be above 0
 FINGERPRINT_ELEMENTS = 64  # of a tensor: a lost one differs in some of them, and reading them takes no time
 
 
@@ -167,6 +168,20 @@ def some_elements(tensor: torch.Tensor) -> torch.Tensor:
     """At most :data:`FINGERPRINT_ELEMENTS` elements, evenly spread and copied: no view that would keep a bucket."""
     step = math.ceil(math.prod(tensor.shape) / FINGERPRINT_ELEMENTS) | 1  # odd: not all in one column
     return tensor.reshape(-1)[::step] + 0  # copies arrays of NumPy too: an engine without PyTorch may be given those
+
+
+def fault_of(sample: Sample, vocabulary: int) -> str | None:
+    """What no sample of a model with ``vocabulary`` tokens can have; None: nothing."""
+    if not sample.length:
+        return None
+    ids, logprobs, versions = sample.token_ids, sample.logprobs, sample.versions
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        return f"token ids from {ids.min()} to {ids.max()}, and the model knows those from 0 to {vocabulary - 1}"
+    if not ((logprobs > -math.inf) & (logprobs <= _ROUNDING)).all():
+        return f"log-probs must be finite and at most 0, not {logprobs.min()} to {logprobs.max()}"
+    if (versions[1:] < versions[:-1]).any():
+        return f"tokens of the versions {versions[0]} to {versions[-1]}, which fall"
+    return None
 
 
 async def hand_over(engine: Engine, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -14,7 +14,8 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
@@ -24,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from dapo.config import Config
 from dapo.errors import UserError
 from dapo.records import Sample
-from dapo.rollout.engine import Draft, EngineError, Request, Sampling
+from dapo.rollout.engine import Draft, EngineError, Request, Sampling, fault_of
 from dapo.util.asynchronous import in_thread, task_group
 from dapo.util.http.backoff import Pauses
 from dapo.util.http.connections import HttpConnections, token_in, whole
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LARGEST_REPLY = 2**28
-_NOT_ABOVE = 1e-4  # what rounding may make of a log-probability of 0
+LOOK_S, SILENT_S = 10.0, 60.0
+"""While an answer is waited for: after how long without a sign of life a server is asked for one, and is given up."""
 
 
 class RemoteError(EngineError, UserError):
@@ -59,13 +61,14 @@ class _Choice(BaseModel):
 
 class _Reply(BaseModel):
     choices: list[_Choice]
+    update: Any = None
 
 
 @dataclass(eq=False, slots=True)
 class _Server:
     """``model``: as it calls it. ``ours``: a `dapo serve`, which takes a seed for each of several samples. ``longest``:
     tokens that it takes. ``served``: the version it had at first. ``offset``: of its versions to the run's, if it has
-    weights of the run."""
+    weights of the run. ``heard``, ``looked``: when it showed a sign of life, and was asked for one."""
 
     url: str
     model: str = ""
@@ -74,6 +77,8 @@ class _Server:
     served: int = 0
     in_flight: int = 0
     offset: int | None = None
+    heard: float = 0.0
+    looked: float = 0.0
 
 
 class OpenAIEngine:
@@ -84,28 +89,28 @@ class OpenAIEngine:
         config: Config,
         vocabulary: int | None,
         stop_ids: Sequence[int] = (),
-        encode: Callable[[str], Sequence[int]] | None = None,
+        tokenizer: Any = None,
     ) -> None:
         """
         Args:
             vocabulary: how many token ids there are; None: not known.
             stop_ids: end a response, beside those that the server knows of its model; (): not known.
-            encode: token ids of a text, for servers that may give text alone; None: to train with.
+            tokenizer: of the model, to evaluate: servers may give text alone; None: to train.
 
         Raises:
             RemoteError: the environment variable of the token is not set.
         """
         self._config, rollout = config, config.rollout
         self._rollout = rollout
-        self._vocabulary, self._stop_ids, self._encode = vocabulary, list(stop_ids), encode
+        self._vocabulary, self._stop_ids, self._tokenizer = vocabulary or 2**31, list(stop_ids), tokenizer
         token = token_in(rollout.token_env, "rollout.token_env", RemoteError)
         self._blanked = Secrets(token, "").blanked
         self._servers = [_Server(url.rstrip("/").removesuffix("/v1")) for url in rollout.url]
         most = rollout.max_concurrent_samples * len(self._servers)
-        self._sampling, self._control = HttpConnections(token, most), HttpConnections(token, len(self._servers))
+        self._sampling, self._control = HttpConnections(token, most), HttpConnections(token, 2 * len(self._servers))
         self._slots: asyncio.Semaphore | None = None  # of requests at once
         self.version = self._coming = -1  # the server has none of ours yet
-        self._update, self._committed, self._told = "", asyncio.Event(), False
+        self._updates, self._committed, self._told = [""], asyncio.Event(), False  # names of all that were begun
         self._running: dict[asyncio.Task[list[Sample]], int] = {}
 
     async def start(self, prompt_ids: Sequence[int], longest: int) -> None:
@@ -131,7 +136,7 @@ class OpenAIEngine:
         await self._everywhere(self._name)
         ours, counts = all(server.ours for server in self._servers), [range(len(r.seeds)) for r in requests]
         if self._slots is None:
-            settings = self._config.evaluation if self._encode else self._rollout
+            settings = self._config.evaluation if self._tokenizer else self._rollout
             at_once = self._rollout.max_concurrent_samples // (settings.samples_per_prompt if ours else 1)
             self._slots = asyncio.Semaphore(max(1, at_once) * len(self._servers))
         tasks = {
@@ -202,9 +207,12 @@ class OpenAIEngine:
         }
 
         def take(server: _Server, reply: Any) -> list[Sample]:
-            choices = sorted(_Reply.model_validate(reply).choices, key=lambda choice: choice.index)
+            told = _Reply.model_validate(reply)
+            choices = sorted(told.choices, key=lambda choice: choice.index)
             if [choice.index for choice in choices] != list(range(len(places))):
                 raise BadReply(f"choices {[choice.index for choice in choices]} came for {len(places)} samples")
+            if server.offset is not None and told.update not in self._updates:
+                raise BadReply("its weights are not of this run: it was started again, or others give it weights, too")
             return [self._sample(server, request, *both, since) for both in zip(places, choices, strict=True)]
 
         found: list[Sample] = await self._call(server, "POST /v1/completions", body, take)
@@ -228,43 +236,42 @@ class OpenAIEngine:
 
     def _sample(self, server: _Server, request: Request, place: int, choice: _Choice, since: int) -> Sample:
         """Raises BadReply: it is not what was asked for, or lacks what training needs."""
-        ids, logprobs = choice.token_ids, choice.logprobs.token_logprobs if choice.logprobs else None
+        sampling, reason, ids = request.sampling, choice.finish_reason, choice.token_ids
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else None
         versions = [version - (server.offset or 0) for version in choice.versions or ()]
-        if self._encode is None:
-            self._check(request.sampling, choice.finish_reason, ids, logprobs, versions)
-            newest = max(self.version, self._coming)
-            if server.offset is not None and not since <= versions[0] <= versions[-1] <= newest:
-                text = f"versions {versions[0]} to {versions[-1]} came where {since} to {newest} were expected"
-                raise BadReply(f"{text}: the server was started again, or others give it weights, too")
-        elif ids is None:
-            ids = list(self._encode(choice.text))
-        ids = ids or []
-        if self._vocabulary and (wrong := [one for one in ids if not 0 <= one < self._vocabulary]):
-            raise BadReply(f"token id {wrong[0]} came, but the model has {self._vocabulary}; is it another model?")
-        whole = logprobs if logprobs and len(logprobs) == len(ids) else [math.nan] * len(ids)
-        columns = np.array(ids, np.int32), np.array(whole, np.float32), np.array(versions or [0] * len(ids), np.int32)
-        return Sample(request.id, place, *columns, choice.finish_reason)
-
-    def _check(self, sampling: Sampling, reason: str, ids: Any, logprobs: Any, versions: Any) -> None:
-        """Raises BadReply: the sample lacks what training needs, or is not what was asked for."""
-        columns = {"token ids (token_ids)": ids, "log-probabilities (logprobs)": logprobs, "versions": versions}
-        if lacking := [name for name, column in columns.items() if not column]:
-            raise BadReply(f"it returns no {' and no '.join(lacking)}; it can be evaluated, but not trained through")
-        if not len(ids) == len(logprobs) == len(versions):
-            raise BadReply(f"{len(ids)} token ids, {len(logprobs)} log-probabilities and {len(versions)} versions came")
-        if not all(math.isfinite(logprob) and logprob <= _NOT_ABOVE for logprob in logprobs):
-            raise BadReply("a log-probability came that is not finite, or above 0")
-        if versions != sorted(versions):
-            raise BadReply("the versions of a sample fall")
-        if len(ids) > sampling.max_tokens or (reason == "length" and len(ids) < sampling.max_tokens):
+        if self._tokenizer is None:
+            columns = {"token ids (token_ids)": ids, "log-probabilities (logprobs)": logprobs, "versions": versions}
+            if lacking := [name for name, column in columns.items() if not column]:
+                raise BadReply(f"it gives no {' and no '.join(lacking)}; it can be evaluated, but not trained through")
+        if ids is None:
+            ids, logprobs = self._tokenizer.encode(choice.text, add_special_tokens=False), None
+        elif len(ids) > sampling.max_tokens or (reason == "length" and len(ids) < sampling.max_tokens):
             raise BadReply(f"a response of {len(ids)} tokens came ({reason}), where {sampling.max_tokens} may be")
+        if {len(ids)} != {len(column) for column in (ids, logprobs, versions) if column}:
+            many = f"{len(ids)} token ids, {len(logprobs or ())} log-probabilities and {len(versions)} versions"
+            raise BadReply(f"{many} came")
+        columns = np.array(ids, np.int32), np.array(logprobs or [0.0] * len(ids), np.float32)
+        sample = Sample(request.id, place, *columns, np.array(versions or [0] * len(ids), np.int32), reason)
+        if wrong := fault_of(sample, self._vocabulary):
+            raise BadReply(f"{wrong}; is it another model?")
+        if self._tokenizer is not None:
+            if choice.token_ids and not _reads(choice.text, self._tokenizer.decode(ids)):
+                raise BadReply("its text is not that of its token ids; has it another tokenizer?")
+            return sample if logprobs else replace(sample, logprobs=np.full(len(ids), math.nan, np.float32))
         if reason == "stop" and self._stop_ids and not sampling.stop and ids[-1] not in self._stop_ids:
             raise BadReply(f"a response ends with token {ids[-1]}, which is no stop token of the run")
+        newest = max(self.version, self._coming)
+        if server.offset is not None and not since <= versions[0] <= versions[-1] <= newest:
+            text = f"versions {versions[0]} to {versions[-1]} came where {since} to {newest} were expected"
+            raise BadReply(f"{text}: the server was started again, or others give it weights, too")
+        return sample
 
     async def begin(self, version: int) -> None:
         if version < self.version:
             raise EngineError(f"weights: version {version} was given after version {self.version}")
-        self._update, self._coming = uuid.uuid4().hex, version
+        if version != self._coming:  # otherwise it may be done, but for the word of it
+            self._updates.append(uuid.uuid4().hex)
+        self._coming = version
         self._committed.clear()
 
         async def begin(server: _Server) -> None:
@@ -272,7 +279,7 @@ class OpenAIEngine:
             if server.offset is None:
                 server.offset = max(0, server.served + 1 - version)
             in_flight = "keep" if self._rollout.in_flight == "auto" else self._rollout.in_flight
-            said = {"update": self._update, "version": server.offset + version, "in_flight": in_flight}
+            said = {"update": self._updates[-1], "version": server.offset + version, "in_flight": in_flight}
             await self._call(server, "POST /weights/begin", said | {"model": server.model})
 
         await self._everywhere(begin)
@@ -288,7 +295,7 @@ class OpenAIEngine:
 
     async def _send(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
         body = await in_thread(_packed, tensors, self._config.model.compute_dtype)
-        await self._everywhere(lambda server: self._call(server, f"{what}?update={self._update}", body))
+        await self._everywhere(lambda server: self._call(server, f"{what}?update={self._updates[-1]}", body))
 
     async def sleep(self) -> None:
         """Nothing: the server has a memory of its own, and others to serve. So for :meth:`wake`."""
@@ -303,6 +310,23 @@ class OpenAIEngine:
         async with task_group() as tasks:
             for server in self._servers:
                 tasks.create_task(work(server))
+
+    async def _unless_silent(self, server: _Server, work: Coroutine[Any, Any, Any]) -> Any:
+        """What ``work`` comes to. Raises Fault: meanwhile the server shows no sign of life."""
+        task, server.heard = asyncio.ensure_future(work), time.monotonic()
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+                if (now := time.monotonic()) - max(server.heard, server.looked) >= LOOK_S:
+                    server.looked = now
+                    with suppress(TimeoutError, Fault):
+                        async with asyncio.timeout(LOOK_S), self._control.send("GET", f"{server.url}/health"):
+                            server.heard = time.monotonic()
+                if time.monotonic() - server.heard >= SILENT_S:
+                    raise Fault(f"no sign of life for {SILENT_S:g} s")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _call(
         self,
@@ -319,18 +343,21 @@ class OpenAIEngine:
         kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
         pauses, limit_s, patience_s = Pauses(0.1, 5.0), self._rollout.timeout_s, self._rollout.give_up_after_s
         failing_since: float | None = None
+
+        async def send() -> Any:
+            async with connections.send(method, server.url + path, sent, kind=kind) as got:
+                server.heard = time.monotonic()
+                await checked(got, name, "rollout", RemoteError)
+                return from_json(await whole(got, _LARGEST_REPLY))
+
         while True:
             try:
-                async with (
-                    asyncio.timeout(limit_s),
-                    connections.send(method, server.url + path, sent, kind=kind) as got,
-                ):
-                    await checked(got, name, "rollout", RemoteError)
-                    taken, self._told = take(server, from_json(await whole(got, _LARGEST_REPLY))), False
-                    return taken
+                async with asyncio.timeout(limit_s):
+                    taken, self._told = take(server, await self._unless_silent(server, send())), False
+                return taken
             except TimeoutError:
                 problem = f"no answer within {limit_s:g} s (rollout.timeout_s)"
-            except (KeyError, TypeError, AttributeError, ValidationError) as error:
+            except (KeyError, TypeError, AttributeError, OverflowError, ValidationError) as error:
                 problem = one_line(f"the reply to {method} {path} is not as it should be: {error}")
             except (BadReply, Refusal) as error:
                 problem = str(error)
@@ -349,6 +376,12 @@ class OpenAIEngine:
                     continue
                 problem = f"{fault}; it was tried for {patience_s:g} s (rollout.give_up_after_s)"
             raise RemoteError(self._blanked(f"{name}: {problem}"))
+
+
+def _reads(text: str, whole: str) -> bool:
+    """Whether ``text`` is ``whole``, but for spaces, characters that are cut, and what a server leaves out."""
+    rest = iter(whole)
+    return all(one in rest for one in text if not (one.isspace() or one == "\ufffd"))
 
 
 def _packed(tensors: Mapping[str, torch.Tensor], dtype: str) -> bytes:

@@ -220,7 +220,7 @@ def _tensors(root: Path | None, name: str, shapes: Mapping[str, tuple[int, ...]]
 def _read(file: Path, root: Path) -> dict[str, torch.Tensor]:
     """Raises OSError: it is not an ordinary file (opening others may block), or a link leads out of ``root``."""
     file = file.resolve(strict=True)
-    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
         if not (stat.S_ISREG(os.fstat(opened.fileno()).st_mode) and file.is_relative_to(root)):
             raise OSError
         return load_file(f"/dev/fd/{opened.fileno()}")
