@@ -43,6 +43,8 @@ class Pieces:
         text = self._decode(self._open)
         told = text if last or text == self._before else text.rstrip(NO_TEXT)
         piece = told[len(self._before) :]
+        if last:
+            return piece
         self._before += piece
         alone = self._decode(self._open[-1:])
         if told == text and alone and NO_TEXT not in alone:  # otherwise a part of a character, or no text
@@ -77,12 +79,11 @@ class _Writer:
 
     def part(self, events: Sequence[Sample | Draft]) -> Part:
         start = self._told
-        ids, logprobs, versions = list[int](), list[float](), list[int]()
+        columns = ids, logprobs, versions = list[int](), list[float](), list[int]()
         for event in events:
             new = self._told - (event.start if isinstance(event, Draft) else 0)
-            ids += map(int, event.token_ids[new:])
-            logprobs += map(float, event.logprobs[new:])
-            versions += map(int, event.versions[new:])
+            for column, values in zip(columns, (event.token_ids, event.logprobs, event.versions), strict=True):
+                column += values[new:] if isinstance(values, tuple) else values[new:].tolist()
             self._told = start + len(ids)
         sample = event if isinstance(event, Sample) else None
         pieces = self._pieces.add(ids, sample is not None) if self._each else []
@@ -148,7 +149,8 @@ async def written(
     try:
         while not ended:
             await changed.wait()
-            await asyncio.sleep(period)
+            if period:
+                await asyncio.sleep(period)
             changed.clear()
             ended = reading.done()
             while news:

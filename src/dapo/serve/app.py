@@ -8,6 +8,7 @@ does: what runs is finished within a bounded time, and new requests are answered
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
@@ -37,7 +39,12 @@ from dapo.util.gate import WorkGate, metrics_response, place_in_body, unless_gon
 from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
 from dapo.util.version import VERSION
 
-_WORK = ("/v1/completions", "/v1/chat/completions", *weights.PATHS)
+_ASKED: Mapping[str, type[SamplingRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
+_WORK = (*_ASKED, *weights.PATHS)
+_SHORT = 2**15  # bytes of a body whose texts are read faster than a thread is woken
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _READERS = ThreadPoolExecutor(2, "dapo-texts")  # large texts take no thread that others wait for
 _log = logging.getLogger(__name__)
@@ -81,21 +88,26 @@ class _Events(StreamingResponse):
 def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
     app = FastAPI(title="dapo policy server", version=VERSION, docs_url=None, redoc_url=None)
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _answer(service, body, request)
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _answer(service, body, request)
-
     app.include_router(weights.router(lambda: service.served, service.token, weights_dir))
     _add_reports(app, service)
     for kind in (RequestValidationError, HTTPException, Refused, EngineError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _told)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        """Samples are asked for often: these requests go past FastAPI, whose layers would cost as much as the rest."""
+        if scope["path"] not in _ASKED or scope["method"] != "POST":
+            await app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await _answer(service, request)
+        except Exception as error:
+            response = await _told(request, error)
+        await response(scope, receive, send)
+
     count = service.requests.labels
     gate = WorkGate(
-        app,
+        answer,
         service.token,
         service.limits.max_body,
         service,
@@ -107,10 +119,24 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
     return gate
 
 
-async def _answer(service: Service, body: SamplingRequest, request: Request) -> Response:
+async def _read(request: Request) -> tuple[SamplingRequest, int]:
+    """What is asked for, and its bytes. Raises RequestValidationError: it is wrong."""
+    kind, content = request.headers.get("content-type", "").partition(";")[0].strip().lower(), await request.body()
+    if kind != "application/json":  # a form of a page elsewhere could be sent as any text
+        raise Refused(400, f"body: its type is {kind or 'not given'}; it has to be application/json")
+    try:
+        return _ASKED[request.scope["path"]].model_validate_json(content), len(content)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in problems]) from None
+
+
+async def _answer(service: Service, request: Request) -> Response:
     started, served = time.perf_counter(), service.served
+    body, size = await _read(request)
     with served.reserved(body.model, body.n * len(body.given)):
-        job = await in_thread(body.job, served, pool=_READERS)  # reads texts: others are answered meanwhile
+        # long texts are read in a thread: others are answered meanwhile
+        job = body.job(served) if size < _SHORT else await in_thread(body.job, served, pool=_READERS)
     reply = Reply(body, job, served)
 
     def count() -> None:
@@ -156,10 +182,7 @@ async def _events(
                     yield _event(chunk)
                 first = await anext(parts, None)
         except Exception as error:  # the status is sent; clients read this as an error
-            status, content = _body_of(error)
-            if status == 500:
-                _log.error("a request failed", exc_info=error)
-            yield _event(content)
+            yield _event(_body_of(error)[1])
             return
     if body.stream_options is not None and body.stream_options.include_usage:
         yield _event(reply.last_chunk())
@@ -235,6 +258,7 @@ def _body_of(error: Exception) -> tuple[int, dict[str, Any]]:
         case EngineError() | UserError():
             return 503, error_body(503, f"the engine could not serve this: {error}")
         case _:
+            _log.error("a request failed", exc_info=error)
             return 500, error_body(500, f"a fault of the server's: {type(error).__name__}: {error}")
 
 
@@ -262,6 +286,8 @@ async def serve(
     async def start() -> None:
         say(f"listening on {where}, loading the model")
         service.loaded = await asyncio.to_thread(load)
+        gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
+        sys.setswitchinterval(5e-4)  # an engine's thread that has the device idle waits that long for the lock
         say(f"serving {', '.join(service.loaded.engines)}, up to {service.loaded.context} tokens a sample")
 
     ready = f"ready: {where}/v1 (also /health, /ready, /metrics)"
