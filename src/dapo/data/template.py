@@ -212,7 +212,9 @@ class PromptTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response: of all its tokens but the control tokens, which are no part of what is said."""
-        return self.text(token_ids if self.control.isdisjoint(token_ids) else [*filterfalse(self.control.__contains__, token_ids)])
+        return self.text(
+            token_ids if self.control.isdisjoint(token_ids) else [*filterfalse(self.control.__contains__, token_ids)]
+        )
 
     def text(self, token_ids: Iterable[int]) -> str:
         """The text of tokens, control tokens too. An id that the tokenizer does not have (models have rows without a

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from dapo.data.template import PromptTemplate
 from dapo.records import Sample
@@ -79,11 +79,12 @@ class _Writer:
 
     def part(self, events: Sequence[Sample | Draft]) -> Part:
         start = self._told
-        columns = ids, logprobs, versions = list[int](), list[float](), list[int]()
+        ids, logprobs, versions = list[int](), list[float](), list[int]()
         for event in events:
             new = self._told - (event.start if isinstance(event, Draft) else 0)
-            for column, values in zip(columns, (event.token_ids, event.logprobs, event.versions), strict=True):
-                column += values[new:] if isinstance(values, tuple) else values[new:].tolist()
+            ids += _plain(event.token_ids[new:])
+            logprobs += _plain(event.logprobs[new:])
+            versions += _plain(event.versions[new:])
             self._told = start + len(ids)
         sample = event if isinstance(event, Sample) else None
         pieces = self._pieces.add(ids, sample is not None) if self._each else []
@@ -99,6 +100,11 @@ class _Writer:
         held = 0 if last else max((_overlap(whole, one) for one in self._hidden), default=0)
         self._back = whole[len(whole) - held :]
         return whole[: len(whole) - held]
+
+
+def _plain(values: Any) -> Any:
+    """Of an array its numbers, at once: one by one they take longer than their text."""
+    return values if isinstance(values, tuple) else values.tolist()
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -287,7 +287,7 @@ async def serve(
         say(f"listening on {where}, loading the model")
         service.loaded = await asyncio.to_thread(load)
         gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
-        sys.setswitchinterval(5e-4)  # an engine's thread that has the device idle waits that long for the lock
+        sys.setswitchinterval(1e-4)  # an engine's thread that has the device idle waits that long for the lock
         say(f"serving {', '.join(service.loaded.engines)}, up to {service.loaded.context} tokens a sample")
 
     ready = f"ready: {where}/v1 (also /health, /ready, /metrics)"

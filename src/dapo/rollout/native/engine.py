@@ -16,79 +16,20 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, some_elements
-from dapo.rollout.native.decoder import Decoder, Told
+from dapo.rollout.native.decoder import AnyDecoder, Decoder
 
 CLOSE_SECONDS = 10.0
 
 _Event = Sample | Draft | BaseException | None  # None: a sample that was cancelled
 _Stream = tuple[asyncio.AbstractEventLoop, asyncio.Queue[_Event]]
 _T = TypeVar("_T")
-
-
-class AnyDecoder(Protocol):
-    """What the engine's thread does with a decoder."""
-
-    @property
-    def version(self) -> int:
-        """The policy version of the weights in use."""
-        ...
-
-    @property
-    def decode_steps(self) -> int:
-        """Times that all rows were given a token, so far."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is anything left to do."""
-        ...
-
-    def check(self, request: Request) -> None:
-        """Refuse a request that cannot be served, with an :class:`EngineError`."""
-        ...
-
-    def submit(self, key: int, request: Request) -> None:
-        """Queue a request; its samples come back under ``key``."""
-        ...
-
-    def cancel(self, gone: Callable[[int, Request], bool]) -> list[int]:
-        """Forget the samples of which ``gone(key, request)``; returns the key of each."""
-        ...
-
-    def reset(self) -> None:
-        """Forget all requests."""
-        ...
-
-    def step(self) -> list[tuple[int, Sample]]:
-        """Decode for a while; returns what has finished."""
-        ...
-
-    def finished(self) -> list[tuple[int, Sample]]:
-        """What has finished already and was not returned yet."""
-        ...
-
-    def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
-        """What is in flight and has tokens, as far as it is; ``told``: less these tokens, and of its keys only."""
-        ...
-
-    def use_weights(self, version: int) -> None:
-        """The model's weights are others now."""
-        ...
-
-    def sleep(self) -> None:
-        """Give the cache's memory back."""
-        ...
-
-    def wake(self) -> None:
-        """Take it again."""
-        ...
 
 
 class NativeEngine:
@@ -215,7 +156,7 @@ class NativeEngine:
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
         def cancel() -> list[Draft]:
-            self._advance(self._decoder.finished)
+            self._advance(lambda: [self._decoder.finished()])
             drafts = [draft for _, draft in self._decoder.drafts() if draft.request_id in request_ids]
             ended = self._decoder.cancel(lambda _, request: request.id in request_ids)
             self._hand_out([(key, None) for key in ended])
@@ -344,31 +285,28 @@ class NativeEngine:
             if command is not None:
                 _execute(*command)
             else:
-                self._advance(self._decoder.step)
+                self._advance(lambda: self._decoder.stretch(self._watched))
 
     @property
     def _held(self) -> bool:
         """Whether to leave what is in flight: paused, or new weights have come in part."""
         return self._paused or self._incomplete is not None
 
-    def _advance(self, work: Callable[[], list[tuple[int, Sample]]]) -> None:
-        """Hand out what ``work`` returns; where it fails, fail everything."""
+    def _advance(self, work: Callable[[], Iterable[Sequence[tuple[int, _Event]]]]) -> None:
+        """Hand out what ``work`` comes to; where it fails, fail everything."""
         try:
-            finished: list[tuple[int, _Event]] = [*work()]
-            if self._watched:  # drafts cost a look at the device
-                finished += self._decoder.drafts(self._watched)
+            for events in work():
+                self._hand_out(events)
         except Exception as error:
             self._decoder.reset()
             if not isinstance(error, EngineError):
                 error = EngineError(f"decoding failed: {type(error).__name__}: {error}")
             self._fail_streams(error)
-            return
-        for key, event in finished:
+
+    def _hand_out(self, events: Sequence[tuple[int, _Event]]) -> None:
+        for key, event in events:
             if isinstance(event, Draft) and (told := self._watched.get(key)) is not None:
                 told[event.request_id, event.index] = event.start + len(event.token_ids)
-        self._hand_out(finished)
-
-    def _hand_out(self, events: Iterable[tuple[int, _Event]]) -> None:
         for key in _deliver(self._streams, events):
             self._forget(key)
 
