@@ -499,6 +499,21 @@ def test_what_is_on_its_way_out_is_forgotten_with_the_rest() -> None:
     check_answers([(0, request)], drain(decoder))
 
 
+def test_what_is_there_is_handed_out_while_the_device_is_at_work() -> None:
+    decoder, device = make(rows=2, pages=100, page_tokens=4, max_sequence=20, stretch=2)
+    decoder.submit(0, Request(0, (8, 9), (1,), Sampling(1.0, 2)))
+    decoder.submit(1, Request(1, (8, 9), (1,), Sampling(1.0, 9)))
+    decoder.step()
+    looks: list[None] = []
+    progress = device.progress
+    device.progress = lambda: (looks.append(None), progress())[1]  # type: ignore[method-assign]
+    stretch = decoder.stretch({1: {}})
+    sample, draft = next(stretch)
+    assert not looks and (sample[0], draft[0]) == (0, 1) and isinstance(draft[1], Draft)
+    assert len(sample[1].token_ids) == len(draft[1].token_ids) == 2
+    assert next(stretch, None) is None and looks
+
+
 def test_stop_texts_are_looked_for_in_the_new_tokens_only() -> None:
     """A response of 150 tokens, 4 at a time: what is decoded does not grow with it."""
     read: list[int] = []
