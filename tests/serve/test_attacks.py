@@ -121,8 +121,26 @@ def test_without_a_token_only_names_of_this_machine_pass(server: Served, host: s
 
 def test_a_page_elsewhere_cannot_have_its_forms_read_as_json(server: Served) -> None:
     """A form's content type needs no permission of the browser's; JSON in it must not be taken."""
-    form = request(GOOD).replace(b"application/json", b"text/plain")
-    assert b" 400 " in raw(server, form)
+    for kind in (b"text/plain", b"application/x-www-form-urlencoded", b"text/plain; application/json", b""):
+        assert b" 400 " in raw(server, request(GOOD).replace(b"application/json", kind))
+    assert b" 200 " in raw(server, request(GOOD).replace(b"application/json", b"Application/JSON; charset=utf-8"))
+
+
+def test_a_fault_of_the_servers_is_told_logged_and_frees_what_was_held(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("of its own")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dapo.serve.model.written", fault)
+        for more in ({}, {"stream": True}):
+            answer = server.complete(**more)
+            assert answer.status_code == 500 and "ZeroDivisionError: of its own" in answer.json()["error"]["message"]
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
+    assert server.model.waiting == 0 and server.complete(max_tokens=2).status_code == 200
+    assert server.post("/v1/completions/", prompt="1").status_code == 404
+    assert httpx.get(f"{server.url}/v1/completions", trust_env=False).status_code == 405
 
 
 @pytest.mark.parametrize(

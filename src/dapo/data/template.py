@@ -212,15 +212,13 @@ class PromptTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response: of all its tokens but the control tokens, which are no part of what is said."""
-        return self.text(
-            token_ids if self.control.isdisjoint(token_ids) else [*filterfalse(self.control.__contains__, token_ids)]
-        )
+        return self.text(filterfalse(self.control.__contains__, token_ids))
 
     def text(self, token_ids: Iterable[int]) -> str:
         """The text of tokens, control tokens too. An id that the tokenizer does not have (models have rows without a
         token) is U+FFFD, as what stands on its two sides is not one text."""
         token_ids = [*map(int, token_ids)]
-        if self._vocabulary.issuperset(token_ids):
+        if self._vocabulary.issuperset(token_ids):  # at once: it is asked for often
             return self._plain(token_ids)
         # the vocabulary has each text but once
         parts = groupby(token_ids, lambda one: one in self._vocabulary or bool(self._plain([one])))

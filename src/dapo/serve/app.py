@@ -44,7 +44,7 @@ _ASKED: Mapping[str, type[SamplingRequest]] = {
     "/v1/chat/completions": ChatRequest,
 }
 _WORK = (*_ASKED, *weights.PATHS)
-_SHORT = 2**15  # bytes of a body whose texts are read faster than a thread is woken
+_SHORT = 2**13  # bytes of a body: its texts are read in less time than a thread takes to get the lock
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _READERS = ThreadPoolExecutor(2, "dapo-texts")  # large texts take no thread that others wait for
 _log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         """Samples are asked for often: these requests go past FastAPI, whose layers would cost as much as the rest."""
-        if scope["path"] not in _ASKED or scope["method"] != "POST":
+        if scope.get("path") not in _ASKED:
             await app(scope, receive, send)
             return
         request = Request(scope, receive)
@@ -121,6 +121,8 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
 
 async def _read(request: Request) -> tuple[SamplingRequest, int]:
     """What is asked for, and its bytes. Raises RequestValidationError: it is wrong."""
+    if request.method != "POST":
+        raise HTTPException(405, "Method Not Allowed", {"Allow": "POST"})
     kind, content = request.headers.get("content-type", "").partition(";")[0].strip().lower(), await request.body()
     if kind != "application/json":  # a form of a page elsewhere could be sent as any text
         raise Refused(400, f"body: its type is {kind or 'not given'}; it has to be application/json")
@@ -144,28 +146,24 @@ async def _answer(service: Service, request: Request) -> Response:
         service.tokens.labels("prompt").inc(sum(map(len, job.prompts)))
         service.tokens.labels("response").inc(reply.completion_tokens)
 
+    told, parts = await unless_gone(request, _begun(served, job, body.stream))  # so that what is refused has its status
     if body.stream:
-        first, parts = await unless_gone(request, _begun(served, job))  # so that what is refused has its status
         service.first.observe(time.perf_counter() - started)
-        headers = {"version": str(max(first[1].versions, default=0))}
-        return _Events(_events(reply, first, parts, body, count), headers)
-    whole = reply.whole(await unless_gone(request, _gathered(served, job)))
+        headers = {"version": str(max(told[0][1].versions, default=0))}
+        return _Events(_events(reply, told[0], parts, body, count), headers)
+    whole = reply.whole(told)
     count()
     return JSONResponse(whole, headers={"version": str(reply.version)})
 
 
-async def _begun(served: ServedModel, job: Job) -> tuple[tuple[int, Part], AsyncGenerator[tuple[int, Part]]]:
+async def _begun(
+    served: ServedModel, job: Job, stream: bool
+) -> tuple[list[tuple[int, Part]], AsyncGenerator[tuple[int, Part]]]:
+    """The first part, or all of them unless they are streamed, and where the others come from."""
     while True:
         with suppress(Restarted):
             parts = served.submit(job)
-            return await anext(parts), parts
-
-
-async def _gathered(served: ServedModel, job: Job) -> list[tuple[int, Part]]:
-    while True:
-        with suppress(Restarted):
-            async with aclosing(served.submit(job)) as parts:
-                return [part async for part in parts]
+            return [await anext(parts)] if stream else [part async for part in parts], parts
 
 
 async def _events(
@@ -277,8 +275,8 @@ async def serve(
 ) -> None:
     """Serve what ``load`` returns, called in a thread, until a signal comes. ``drain_s``: longest time for running
     requests to finish. Raises ConfigError: the address cannot be listened on; UserError: what ``load`` raises."""
-    # the engine's thread would wait 5 ms for the interpreter each time that the event loop is at work
-    sys.setswitchinterval(0.0005)
+    # each launch lets the interpreter go, and while the event loop is at work, the engine's thread waits so long for it
+    sys.setswitchinterval(1e-4)
     service = Service(limits, address.token)
     listening = listening_socket(address.host, [address.port])
     where = url(*listening.getsockname()[:2])
@@ -287,7 +285,6 @@ async def serve(
         say(f"listening on {where}, loading the model")
         service.loaded = await asyncio.to_thread(load)
         gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
-        sys.setswitchinterval(1e-4)  # an engine's thread that has the device idle waits that long for the lock
         say(f"serving {', '.join(service.loaded.engines)}, up to {service.loaded.context} tokens a sample")
 
     ready = f"ready: {where}/v1 (also /health, /ready, /metrics)"

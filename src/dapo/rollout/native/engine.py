@@ -145,10 +145,8 @@ class NativeEngine:
                 if event is not None:
                     yield event
         finally:
-            self._streams.pop(key, None)
-            self._watched.pop(key, None)
-            if expected and not (self._closing or self._broken):
-                self._post(lambda: self._forget(key), None)
+            if not (self._closing or self._broken):
+                self._post(lambda: self._forget(key, bool(expected)), None)
 
     def check(self, request: Request) -> None:
         """Raises EngineError: the request cannot be served; says why."""
@@ -310,10 +308,11 @@ class NativeEngine:
         for key in _deliver(self._streams, events):
             self._forget(key)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, unfinished: bool = True) -> None:
         self._streams.pop(key, None)
         self._watched.pop(key, None)
-        self._decoder.cancel(lambda other, _: other == key)
+        if unfinished:  # which to find takes a look at all rows
+            self._decoder.cancel(lambda other, _: other == key)
 
     def _fail_streams(self, error: EngineError) -> None:
         streams, self._streams = self._streams, {}
@@ -324,14 +323,15 @@ def _deliver(streams: Mapping[int, _Stream], events: Iterable[tuple[int, _Event]
     """Put events into their streams, with one wake-up of each event loop. Returns the streams whose loop is gone."""
     found = defaultdict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[_Event], _Event]]](list)
     for key, event in events:
-        if stream := streams.get(key):  # which another thread may end meanwhile
-            found[stream[0]].append((stream[1], event))
+        if key in streams:
+            loop, queue = streams[key]
+            found[loop].append((queue, event))
     lost: list[int] = []
     for loop, ready in found.items():
         try:
             loop.call_soon_threadsafe(_put, ready)
         except RuntimeError:
-            lost += [key for key, stream in list(streams.items()) if stream[0] is loop]
+            lost += [key for key, stream in streams.items() if stream[0] is loop]
     return lost
 
 

@@ -152,15 +152,18 @@ class PagedDecoder:
 
     def _drafts(self, told: Told | None) -> Callable[[], list[tuple[int, Draft]]]:
         """Has the device send them; what is returned waits until they are here."""
-        found = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens)]
-        rows = [row for row, s in self._rows.items() if self._generated[row] and (told is None or s.key in told)]
+
+        def asked(s: SampleInFlight) -> bool:
+            return told is None or s.key in told
+
+        found = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens) and asked(s)]
+        rows = [row for row, s in self._rows.items() if self._generated[row] and asked(s)]
         fetch = self._runner.fetch(rows, [int(self._generated[row]) for row in rows], 0) if rows else None
         sequences = [self._rows[row] for row in rows]
 
         def arrived() -> list[tuple[int, Draft]]:
             every = found + list(zip(sequences, fetch.result() if fetch else (), strict=True))
-            asked = ((s, response) for s, response in every if told is None or s.key in told)
-            return [(s.key, s.draft(r, told_of(told, s.key, s.request.id, s.index))) for s, r in asked]
+            return [(s.key, s.draft(r, told_of(told, s.key, s.request.id, s.index))) for s, r in every]
 
         return arrived
 
