@@ -39,14 +39,12 @@ from dapo.util.gate import WorkGate, metrics_response, place_in_body, unless_gon
 from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
 from dapo.util.version import VERSION
 
-_ASKED: Mapping[str, type[SamplingRequest]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-}
+_ASKED: dict[str, type[SamplingRequest]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 _WORK = (*_ASKED, *weights.PATHS)
 _SHORT = 2**13  # bytes of a body: its texts are read in less time than a thread takes to get the lock
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _READERS = ThreadPoolExecutor(2, "dapo-texts")  # large texts take no thread that others wait for
+_Numbered = tuple[int, Part]
 _log = logging.getLogger(__name__)
 
 
@@ -120,17 +118,13 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
 
 
 async def _read(request: Request) -> tuple[SamplingRequest, int]:
-    """What is asked for, and its bytes. Raises RequestValidationError: it is wrong."""
+    """What is asked for, and its bytes. Raises ValidationError: it is wrong."""
     if request.method != "POST":
         raise HTTPException(405, "Method Not Allowed", {"Allow": "POST"})
     kind, content = request.headers.get("content-type", "").partition(";")[0].strip().lower(), await request.body()
     if kind != "application/json":  # a form of a page elsewhere could be sent as any text
         raise Refused(400, f"body: its type is {kind or 'not given'}; it has to be application/json")
-    try:
-        return _ASKED[request.scope["path"]].model_validate_json(content), len(content)
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in problems]) from None
+    return _ASKED[request.scope["path"]].model_validate_json(content), len(content)
 
 
 async def _answer(service: Service, request: Request) -> Response:
@@ -156,9 +150,7 @@ async def _answer(service: Service, request: Request) -> Response:
     return JSONResponse(whole, headers={"version": str(reply.version)})
 
 
-async def _begun(
-    served: ServedModel, job: Job, stream: bool
-) -> tuple[list[tuple[int, Part]], AsyncGenerator[tuple[int, Part]]]:
+async def _begun(served: ServedModel, job: Job, stream: bool) -> tuple[list[_Numbered], AsyncGenerator[_Numbered]]:
     """The first part, or all of them unless they are streamed, and where the others come from."""
     while True:
         with suppress(Restarted):
@@ -168,8 +160,8 @@ async def _begun(
 
 async def _events(
     reply: Reply,
-    first: tuple[int, Part] | None,
-    parts: AsyncGenerator[tuple[int, Part]],
+    first: _Numbered | None,
+    parts: AsyncGenerator[_Numbered],
     body: SamplingRequest,
     count: Callable[[], None],
 ) -> AsyncGenerator[str]:
@@ -244,11 +236,11 @@ async def _told(_: Request, error: Exception) -> Response:
 
 def _body_of(error: Exception) -> tuple[int, dict[str, Any]]:
     match error:
-        case RequestValidationError():
+        case RequestValidationError() | ValidationError():
             problem = error.errors()[0]
-            place = place_in_body(problem["loc"])
-            param = next((part for part in problem["loc"][1:2] if isinstance(part, str)), None)
-            return 400, error_body(400, f"{place or 'body'}: {problem['msg']}", param)
+            where = problem["loc"][isinstance(error, RequestValidationError) :]  # FastAPI puts "body" before it
+            param = next((part for part in where[:1] if isinstance(part, str)), None)
+            return 400, error_body(400, f"{place_in_body(('body', *where)) or 'body'}: {problem['msg']}", param)
         case HTTPException():
             return error.status_code, error_body(error.status_code, str(error.detail))
         case Refused():

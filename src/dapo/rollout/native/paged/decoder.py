@@ -152,18 +152,15 @@ class PagedDecoder:
 
     def _drafts(self, told: Told | None) -> Callable[[], list[tuple[int, Draft]]]:
         """Has the device send them; what is returned waits until they are here."""
-
-        def asked(s: SampleInFlight) -> bool:
-            return told is None or s.key in told
-
-        found = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens) and asked(s)]
-        rows = [row for row, s in self._rows.items() if self._generated[row] and asked(s)]
+        waiting = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens)]
+        rows = [row for row, s in self._rows.items() if self._generated[row] and (told is None or s.key in told)]
         fetch = self._runner.fetch(rows, [int(self._generated[row]) for row in rows], 0) if rows else None
         sequences = [self._rows[row] for row in rows]
 
         def arrived() -> list[tuple[int, Draft]]:
-            every = found + list(zip(sequences, fetch.result() if fetch else (), strict=True))
-            return [(s.key, s.draft(r, told_of(told, s.key, s.request.id, s.index))) for s, r in every]
+            every = waiting + list(zip(sequences, fetch.result() if fetch else (), strict=True))
+            asked = ((s, response) for s, response in every if told is None or s.key in told)
+            return [(s.key, s.draft(r, told_of(told, s.key, s.request.id, s.index))) for s, r in asked]
 
         return arrived
 
@@ -178,6 +175,7 @@ class PagedDecoder:
     def stretch(self, told: Told) -> Iterator[list[tuple[int, Sample | Draft]]]:
         """Admit and decode. While the device is at work, yields the samples that finished in the stretch before, and
         drafts as they were after it."""
+        drafts = self._drafts(told) if told else list[tuple[int, Draft]]
         self._admit()
         if not self._rows:
             yield [*self.finished()]
@@ -186,7 +184,6 @@ class PagedDecoder:
         self._compact()
         rows = max(self._rows) + 1
         self.decode_steps += steps
-        drafts: Callable[[], list[tuple[int, Draft]]] = self._drafts(told) if told else list
         variant = Variant.of([sequence.request.sampling for sequence in self._rows.values()])
         self._runner.run(self._runner.rung(rows), steps, variant, self._tables.table)
         yield [*self.finished(), *drafts()]
