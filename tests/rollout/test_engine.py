@@ -446,6 +446,32 @@ def test_a_cancelled_command_does_not_keep_others_waiting_when_the_engine_closes
     assert isinstance(outcomes[2], EngineError) and "closed" in str(outcomes[2])
 
 
+def test_a_stream_leaves_nothing_behind_and_wakes_its_loop_once_a_step() -> None:
+    """Of samples that end together, and of no samples; refused ones are told why."""
+
+    async def run() -> None:
+        engine, loop = make_engine(stop=()), asyncio.get_running_loop()
+        wakes: list[Any] = []
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args, **how: (wakes.append(args), wake(*args, **how))[1]  # type: ignore
+        assert len([s async for s in engine.generate([Request(0, (3,), (1, 2, 3, 4), PLAIN)])]) == 4
+        assert len(wakes) == 1
+        for requests in ([], [Request(0, (3,), (), PLAIN)]):
+            assert [event async for event in engine.stream(requests)] == []
+        await engine.begin(1)
+        with pytest.raises(EngineError, match="version 1 arrived in part"):
+            await anext(engine.stream([Request(0, (3,), (1,), PLAIN)]))
+        await hand_over(engine, 1, MODEL.named_parameters())
+        watched = engine.stream([Request(0, (3,), (1,), PLAIN)])
+        await anext(watched)
+        await watched.aclose()
+        await engine.sleep()  # behind all of that, and refuses if anything is left
+        assert not engine._streams and not engine._watched
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_the_engine_outlives_the_event_loop_of_a_consumer() -> None:
     engine = make_engine()
 

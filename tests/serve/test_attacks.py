@@ -121,8 +121,26 @@ def test_without_a_token_only_names_of_this_machine_pass(server: Served, host: s
 
 def test_a_page_elsewhere_cannot_have_its_forms_read_as_json(server: Served) -> None:
     """A form's content type needs no permission of the browser's; JSON in it must not be taken."""
-    form = request(GOOD).replace(b"application/json", b"text/plain")
-    assert b" 400 " in raw(server, form)
+    for kind in (b"text/plain", b"application/x-www-form-urlencoded", b"text/plain; application/json", b""):
+        assert b" 400 " in raw(server, request(GOOD).replace(b"application/json", kind))
+    assert b" 200 " in raw(server, request(GOOD).replace(b"application/json", b"Application/JSON; charset=utf-8"))
+
+
+def test_a_fault_of_the_servers_is_told_logged_and_frees_what_was_held(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("of its own")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dapo.serve.model.written", fault)
+        for more in ({}, {"stream": True}):
+            answer = server.complete(**more)
+            assert answer.status_code == 500 and "ZeroDivisionError: of its own" in answer.json()["error"]["message"]
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
+    assert server.model.waiting == 0 and server.complete(max_tokens=2).status_code == 200
+    assert server.post("/v1/completions/", prompt="1").status_code == 404
+    assert httpx.get(f"{server.url}/v1/completions", trust_env=False).status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -167,7 +185,12 @@ def test_smuggled_requests_and_odd_headers_break_nothing(server: Served) -> None
     assert ask(server, GOOD)[0] == 200
 
 
-def test_a_client_that_goes_away_frees_its_slots(server: Served) -> None:
+def test_a_client_that_goes_away_frees_its_slots_and_its_tokens_are_counted(folder: Path) -> None:
+    with served(folder) as server:
+        goes_away(server)
+
+
+def goes_away(server: Served) -> None:
     body = json.dumps({"model": "tiny", "prompt": "1=", "n": 64, "max_tokens": 60, "temperature": 3})
     for stream in (b"false", b"true"):
         sent = request(body.encode()[:-1] + b', "stream": ' + stream + b"}")
@@ -181,6 +204,8 @@ def test_a_client_that_goes_away_frees_its_slots(server: Served) -> None:
             if stream == b"true":
                 connection.recv(10)
         server.wait_idle()
+    told = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    assert float(told.split('dapo_policy_tokens_total{kind="response"} ')[1].split()[0]) > 0  # of the broken stream
 
 
 def test_one_that_does_not_read_costs_nobody_else(server: Served) -> None:
