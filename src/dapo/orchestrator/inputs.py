@@ -19,7 +19,7 @@ from dapo.config.user_parts import own_part
 from dapo.data.rows import Table
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
-from dapo.errors import ConfigError, DataError, ModelError, first_line, install
+from dapo.errors import DataError, ModelError, extra, first_line
 from dapo.model.adapters import find_adapter
 from dapo.model.loading import (
     check_supported,
@@ -172,11 +172,8 @@ def _with_copy(
 def openai_engine(config: Config, model: Any, stop_ids: Sequence[int] = (), tokenizer: Any = None) -> OpenAIEngine:
     """That of ``rollout.url``, for a model or the name of one; ``tokenizer``: to evaluate, None: to train.
     Raises UserError: it needs an extra, or its token is not set."""
-    try:
+    with extra("remote", "rollout.engine=openai"):
         from dapo.rollout.openai import OpenAIEngine
-    except ImportError as error:
-        text = f"rollout.engine=openai needs {error.name}, which is not installed: {install('remote')}"
-        raise ConfigError(text) from None
     return OpenAIEngine(config, embedding_rows(model, config.model.trust_remote_code), stop_ids, tokenizer)
 
 

@@ -36,7 +36,7 @@ from dapo.serve.model import Job, Limits, Refused, Restarted, ServedModel
 from dapo.serve.protocol import ChatRequest, CompletionRequest, Reply, SamplingRequest, error_body
 from dapo.util.asynchronous import in_thread
 from dapo.util.gate import WorkGate, metrics_response, place_in_body, unless_gone
-from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
+from dapo.util.serving import Address, Progress, run_service
 from dapo.util.version import VERSION
 
 _ASKED: dict[str, type[SamplingRequest]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
@@ -104,7 +104,7 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
         await response(scope, receive, send)
 
     count = service.requests.labels
-    gate = WorkGate(
+    return WorkGate(
         answer,
         service.token,
         service.limits.max_body,
@@ -112,9 +112,8 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
         _WORK.__contains__,
         lambda status, text, headers: _error(status, text, headers=headers),
         lambda *of: count(*of).inc(),
+        lambda path: weights.largest_body(service.loaded, path),
     )
-    gate.most_of = lambda path: weights.largest_body(service.loaded, path)
-    return gate
 
 
 async def _read(request: Request) -> tuple[SamplingRequest, int]:
@@ -275,20 +274,15 @@ async def serve(
     # each launch lets the interpreter go, and while the event loop is at work, the engine's thread waits so long for it
     sys.setswitchinterval(1e-4)
     service = Service(limits, address.token)
-    listening = listening_socket(address.host, [address.port])
-    where = url(*listening.getsockname()[:2])
 
     async def start() -> None:
-        say(f"listening on {where}, loading the model")
         service.loaded = await asyncio.to_thread(load)
         gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
         say(f"serving {', '.join(service.loaded.doors)}, up to {service.loaded.context} tokens a sample")
 
-    ready = f"ready: {where}/v1 (also /health, /ready, /metrics)"
-    try:
-        times = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 1}  # as the reward server
-        app = create_app(service, weights_dir)
-        await serve_and_drain(app, listening, start(), service, drain_s, say, ready, **times)
-    finally:
+    async def close() -> None:
         if service.loaded is not None:
             await service.loaded.close()
+
+    how: dict[str, Any] = {"starting": "loading the model", "ready": "{}/v1 (also /health, /ready, /metrics)"}
+    await run_service(create_app(service, weights_dir), address, service, start, close, drain_s=drain_s, say=say, **how)

@@ -273,6 +273,9 @@ def load_served(
     recipe = existing_recipe(model)
     is_recipe = recipe.suffix in (".yaml", ".yml")
     path = load_config(recipe).model.path if is_recipe else model
+    name = name or Path(path).name
+    if name in (adapters or {}):
+        raise ConfigError(f"--adapter {name}: the model has this name; give it another one with --name")
     _, config = settings_for(path, {}, ONE_EACH, recipe=recipe if is_recipe else None, overrides=overrides)
     if "temperature" not in config.evaluation.model_fields_set:  # what clients of this API expect
         config = with_values(config, {"evaluation.temperature": 1.0})
@@ -280,9 +283,6 @@ def load_served(
     prompting = load_prompting(config)
     longest, limit = room_for(config)
     weights, stop_ids = load_weights(prompting, listener)
-    name = name or Path(path).name
-    if name in (adapters or {}):
-        raise ConfigError(f"--adapter {name}: the model has this name; give it another one with --name")
     doors: dict[str, Door] = {}
     for one, adapter in {name: None, **(adapters or {})}.items():
         twin = weights if adapter is None else _with_adapter(weights, adapter, prompting)

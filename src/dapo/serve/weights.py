@@ -49,13 +49,11 @@ class Begin(BaseModel):
     update: str = Field(default_factory=lambda: uuid.uuid4().hex, max_length=100)
 
 
-class FromCheckpoint(BaseModel):
+class FromCheckpoint(Begin):
     """``checkpoint``: its folder, below that of ``--weights-dir``. ``version``: None: the next one."""
 
     checkpoint: str
-    version: int | None = Field(None, ge=0, lt=2**31)
-    in_flight: InFlight = "keep"
-    model: str | None = None
+    version: int | None = Field(None, ge=0, lt=2**31)  # type: ignore[assignment]
 
 
 class Weights:
@@ -122,10 +120,9 @@ class Weights:
         or it is of another model."""
         tensors = await in_thread(_tensors, self._folder, asked.checkpoint, self._engines[0].shapes)
         version = self.version + 1 if asked.version is None else asked.version
-        begin = Begin(version=version, in_flight=asked.in_flight)
-        await self.begin(begin)
+        await self.begin(asked.model_copy(update={"version": version}))
         async with self._lock:
-            self._require(begin.update, self.under_way)
+            self._require(asked.update, self.under_way)
             async with self._or_abandoned():
                 for engine in self._engines:
                     await hand_over(engine, version, tensors.items())
