@@ -16,6 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from dapo.errors import ConfigError, ModelError
+from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.observe.progress import QuietListener
 from dapo.rollout.engine import Request
 from dapo.serve.model import load_served
@@ -39,7 +40,7 @@ async def chunks(client: httpx.AsyncClient, **body: Any) -> AsyncIterator[dict[s
 async def expected(server: Served, bodies: list[dict[str, Any]]) -> dict[int, list[int]]:
     """What the engine itself gives to each, by the seed of its request."""
     model = server.model
-    encode, sampling = model.prompting.template.encode_text, model.default_sampling
+    encode, sampling = model.prompting.template.encode_text, evaluation_sampling(model.prompting.config)
     requests = [
         Request(10**9 + k, tuple(encode(b["prompt"])), (b["seeds"][0],), sampling) for k, b in enumerate(bodies)
     ]
@@ -158,7 +159,7 @@ def test_a_recipe_is_served_by_its_settings(folder: Path, tmp_path: Path) -> Non
         "algorithm: {overlong_buffer: {enable: false}}\n"
     )
     model = load_served(str(recipe), QuietListener())
-    sampling = model.default_sampling
+    sampling = evaluation_sampling(model.prompting.config)
     assert (model.name, model.context) == ("tiny", 50)
     assert (sampling.temperature, sampling.max_tokens, sampling.stop) == (0.5, 20, ("5",))
     with pytest.raises(ConfigError, match="recipe"):

@@ -21,7 +21,6 @@ from dapo.config import load_config
 from dapo.config.plan import existing_recipe
 from dapo.config.reading import with_values
 from dapo.errors import ConfigError, ModelError
-from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.inference.model import (
     ONE_EACH,
     Prompting,
@@ -33,7 +32,7 @@ from dapo.inference.model import (
 )
 from dapo.inference.stream import Part, written
 from dapo.observe.progress import Listener
-from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.engine import EngineError, Request
 
 if TYPE_CHECKING:
     from dapo.rollout.native.engine import NativeEngine  # loads torch
@@ -147,11 +146,6 @@ class ServedModel:
     waiting: int = 0
     """Samples that wait or are written."""
     _ids: itertools.count[int] = field(default_factory=itertools.count)
-
-    @property
-    def default_sampling(self) -> Sampling:
-        """Of requests that do not say otherwise: that of ``dapo generate``, at temperature 1 if none is named."""
-        return evaluation_sampling(self.prompting.config)
 
     @property
     def version(self) -> int:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dapo.data.rows import BadRow, Keys, check_row
 from dapo.errors import DataError
+from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.inference.stream import Part, likeliest
 from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.seeds import sample_seed
@@ -131,7 +132,7 @@ class SamplingRequest(BaseModel):
         return self.seeds
 
     def _sampling(self, served: ServedModel, longest: int) -> Sampling:
-        default = served.default_sampling
+        default = evaluation_sampling(served.prompting.config)
         stop = default.stop if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p")}
         top_k = None if self.top_k is None else max(self.top_k, 0)  # vLLM's -1 is off
