@@ -169,6 +169,33 @@ def test_what_is_wrong_is_named(
         assert said in caught.value.body["message"] and caught.value.body["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"tool_calls": [{"id": "a"}]}, r"messages\[1\].tool_calls: not served"),
+        ({"name": "me"}, r"messages\[1\].name: not served"),
+        ({"content": None}, "'content' must be text"),
+        ({"content": [{"type": "text", "text": "1"}, {"type": "text", "text": None}]}, r"messages\[1\].content\[1\]"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, r"messages\[1\].content\[0\]: must be"),
+        ({"content": [{"type": "text", "text": "1", "weight": 0}]}, r"messages\[1\].content\[0\]: must be"),
+        ({"content": ["1"]}, r"messages\[1\].content\[0\]: must be"),
+    ],
+)
+def test_what_of_a_message_is_not_served_is_named(client: OpenAI, message: dict[str, Any], said: str) -> None:
+    asked = [MESSAGES[0], {**MESSAGES[1], **message}]
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.chat.completions.create(model="tiny", messages=asked, max_tokens=1)
+
+
+def test_content_in_parts_and_nulls_of_a_message_are_as_its_text(client: OpenAI) -> None:
+    def told(**message: Any) -> Any:
+        asked: Any = [MESSAGES[0], {**MESSAGES[1], **message}]
+        return client.chat.completions.create(model="tiny", messages=asked, max_tokens=9, seed=1).choices[0].message
+
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]
+    assert told(content=parts, tool_calls=None, refusal=None) == told()
+
+
 def test_neutral_values_of_what_is_not_served_pass(client: OpenAI) -> None:
     neutral = {"echo": False, "best_of": 1, "presence_penalty": 0.0, "logit_bias": {}, "suffix": None, "user": "me"}
     assert client.completions.create(model="tiny", prompt="1+1=", max_tokens=1, **neutral).choices

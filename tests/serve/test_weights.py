@@ -221,7 +221,7 @@ def test_a_client_that_is_lost_blocks_nobody_for_ever(model: Path, monkeypatch: 
     ended, late, ready, after = with_server(model, ask)
     for reply in ended:
         assert reply.status_code == 503 and "new ones have to be handed over" in reply.json()["error"]["message"]
-    assert late.status_code == 409 and (ready.status_code, ready.json()["state"]) == (503, "without weights")
+    assert late.status_code == 409 and (ready.status_code, ready.json()["state"]) == (503, "waiting")
     assert after["token_ids"] == expected(other)
 
 

@@ -41,7 +41,7 @@ from dapo.reward.protocol import (
     ScoreReply,
     ScoreRequest,
 )
-from dapo.util.gate import WorkGate, disconnected, metrics_response, place_in_body, unless_gone
+from dapo.util.gate import WorkGate, add_reports, disconnected, place_in_body, unless_gone
 from dapo.util.serving import Address, Progress, run_service
 from dapo.util.version import VERSION
 
@@ -198,20 +198,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _add_reports(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """The process is alive. Needs no token."""
-        return {"state": service.state}
-
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        """Whether scores can be asked for: 503 while the server starts or drains."""
-        return JSONResponse({"state": service.state}, 200 if service.state == "ready" else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """For Prometheus."""
-        return metrics_response(service.registry)
+    add_reports(app, service, service.registry)
 
     @app.get("/info")
     async def info() -> dict[str, Any]:

@@ -220,8 +220,8 @@ class OpenAIEngine:
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else None
         versions = [version - (self._offset or 0) for version in choice.versions or ()]
         if self._tokenizer is None:
-            columns = {"token ids (token_ids)": ids, "log-probabilities (logprobs)": logprobs, "versions": versions}
-            if lacking := [name for name, column in columns.items() if not column]:
+            needed = {"token ids (token_ids)": ids, "log-probabilities (logprobs)": logprobs, "versions": versions}
+            if lacking := [name for name, column in needed.items() if not column]:
                 raise BadReply(f"it gives no {' and no '.join(lacking)}; it can be evaluated, but not trained through")
         if ids is None:
             ids, logprobs = self._tokenizer.encode(choice.text, add_special_tokens=False), None
@@ -329,11 +329,9 @@ class OpenAIEngine:
                 problem = f"no answer within {limit_s:g} s (rollout.timeout_s)"
             except (KeyError, TypeError, AttributeError, OverflowError, ValidationError) as error:
                 problem = one_line(f"the reply to {method} {path} is not as it should be: {error}")
-            except (BadReply, Refusal) as error:
-                problem = str(error)
             except RemoteError as error:
                 raise RemoteError(self._blanked(str(error))) from None
-            except RuntimeError as error:  # the session is closed
+            except (BadReply, Refusal, RuntimeError) as error:  # the last one: the session is closed
                 problem = str(error)
             except Fault as fault:
                 failing_since = failing_since or time.monotonic()

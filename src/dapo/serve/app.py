@@ -35,7 +35,7 @@ from dapo.serve import weights
 from dapo.serve.model import Job, Limits, Refused, Restarted, ServedModel
 from dapo.serve.protocol import ChatRequest, CompletionRequest, Reply, SamplingRequest, error_body
 from dapo.util.asynchronous import in_thread
-from dapo.util.gate import WorkGate, metrics_response, place_in_body, unless_gone
+from dapo.util.gate import WorkGate, add_reports, place_in_body, unless_gone
 from dapo.util.serving import Address, Progress, run_service
 from dapo.util.version import VERSION
 
@@ -87,7 +87,8 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
     app = FastAPI(title="dapo policy server", version=VERSION, docs_url=None, redoc_url=None)
 
     app.include_router(weights.router(lambda: service.served, service.token, weights_dir))
-    _add_reports(app, service)
+    _add_models(app, service)
+    add_reports(app, service, service.registry, lambda: service.loaded and service.loaded.refusal)
     for kind in (RequestValidationError, HTTPException, Refused, EngineError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _told)
 
@@ -184,49 +185,27 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
-def _add_reports(app: FastAPI, service: Service) -> None:
-    def models() -> list[dict[str, Any]]:
+def _add_models(app: FastAPI, service: Service) -> None:
+    def models() -> dict[str, dict[str, Any]]:
         served = service.loaded
         if served is None:
-            return []
+            return {}
         about = {"object": "model", "owned_by": "dapo", "created": 0, "max_model_len": served.context}
-        return [
-            {
-                "id": name,
-                **about,
-                "parent": None if name == served.name else served.name,
-                "version": door.engines[0].version,
-            }
+        return {
+            name: {"id": name, **about, "version": door.engines[0].version}
+            | {"parent": None if name == served.name else served.name}
             for name, door in served.doors.items()
-        ]
+        }
 
     @app.get("/v1/models")
     async def listed() -> dict[str, Any]:
-        return {"object": "list", "data": models()}
+        return {"object": "list", "data": list(models().values())}
 
     @app.get("/v1/models/{name:path}")
     async def one(name: str) -> dict[str, Any]:
-        found = next((model for model in models() if model["id"] == name), None)
-        if found is None:
+        if (found := models().get(name)) is None:
             raise Refused(404, f"model {name!r}: not served here", "model", "model_not_found")
         return found
-
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        """The process is alive. Needs no token."""
-        return {"state": service.state}
-
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        """Whether samples can be asked for: 503 while the server starts, drains or has no whole weights."""
-        refusal = service.loaded.refusal if service.loaded else None
-        state = service.state if refusal is None else "without weights"
-        return JSONResponse({"state": state, "reason": refusal}, 200 if state == "ready" else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """For Prometheus."""
-        return metrics_response(service.registry)
 
 
 async def _told(_: Request, error: Exception) -> Response:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dapo.util.serving import Progress, is_loopback
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI  # not all who stand behind a gate have it
 
 _T = TypeVar("_T")
 
@@ -178,3 +181,25 @@ def metrics_response(registry: Any) -> Response:
     from prometheus_client import generate_latest
 
     return Response(generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def add_reports(
+    app: FastAPI, progress: Progress, registry: Any, lacking: Callable[[], str | None] = lambda: None
+) -> None:
+    """Routes that say how a server is. ``lacking``: why it cannot work although it is ready."""
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process is alive. Needs no token."""
+        return {"state": progress.state}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether work can be asked for: 503 while the server starts or drains, or lacks something."""
+        told = {"state": progress.state} if (reason := lacking()) is None else {"state": "waiting", "reason": reason}
+        return JSONResponse(told, 200 if told["state"] == "ready" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return metrics_response(registry)
