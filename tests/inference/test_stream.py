@@ -167,16 +167,6 @@ def test_a_slow_reader_gets_larger_parts_and_nothing_twice() -> None:
             assert [p.sample is not None for p in mine] == [False] * (len(mine) - 1) + [True]
 
 
-def test_parts_come_a_period_apart_but_the_first_and_the_last_at_once() -> None:
-    async def run() -> list[Part]:
-        requests = [Request(0, (1,), (0,), Sampling(1.0, 50))]
-        parts = written(FakeEngine(50), FakeTemplate(), requests, period=lambda: 1e9)  # type: ignore[arg-type]
-        return [part async for part in parts]
-
-    first, last = asyncio.run(run())
-    assert len(first.token_ids) == 1 and last.start == 1 and last.sample is not None and len(last.text) == 49
-
-
 def test_whoever_stops_reading_ends_the_stream() -> None:
     engine = FakeEngine(10_000)
 

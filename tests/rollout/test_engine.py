@@ -623,6 +623,23 @@ def test_drafts_are_the_beginnings_of_the_samples_that_come(only_new: bool) -> N
         told[draft.index] = size
 
 
+def test_streams_are_told_of_drafts_a_while_apart_but_of_the_first_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo.rollout.native.engine.DRAFT_SECONDS", 1e9)
+
+    async def run() -> None:
+        engine = make_engine(stop=())
+        first, second = (engine.stream([Request(n, (5, 6), (1,), PLAIN)], only_new=True) for n in (0, 1))
+        assert (await anext(first)).token_ids and (await anext(second)).token_ids
+        for stream in (first, second):
+            (sample,) = [event async for event in stream]
+            assert isinstance(sample, Sample) and sample.length == 8
+        every = [event async for event in engine.stream([Request(2, (5, 6), (1,), PLAIN)])]
+        assert len(every) == 7  # whoever is told all tokens again and again hears of each step
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_a_cache_that_no_machine_has_is_refused_before_there_is_work() -> None:
     with pytest.raises(ModelError, match=r"1,000,000,000,000 sequences .* lower rollout\.max_concurrent_samples"):
         make_engine(slots=10**12)

@@ -7,7 +7,6 @@ engine only: who takes the parts slowly gets larger ones, and nobody else waits 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -125,7 +124,7 @@ async def written(
     drafts: bool = True,
     pieces: bool = False,
     hidden: Collection[str] = (),
-    period: Callable[[], float] = lambda: 0.0,
+    period: float = 0.0,
     done: Callable[[], object] = lambda: None,
 ) -> AsyncGenerator[Part]:
     """The parts of all samples of ``requests``, in the order in which they come. To be closed, which ends what is left.
@@ -134,7 +133,7 @@ async def written(
         drafts: whether to tell of samples while they are written; otherwise each is one part.
         pieces: whether to give the text of each token, which takes longer.
         hidden: stop texts that end the text before them.
-        period: seconds between two parts at least, but for the first and those that end a sample.
+        period: seconds in which drafts are gathered.
         done: called when the engine is done with all of them, even if their parts wait to be taken.
 
     Raises:
@@ -145,14 +144,11 @@ async def written(
 
     async def read() -> None:
         events = engine.stream(requests, only_new=True) if drafts else engine.generate(requests)
-        due = 0.0
         try:
             async with aclosing(cast(AsyncGenerator[Sample | Draft], events)) as found:
                 async for event in found:
                     news.setdefault((event.request_id, event.index), []).append(event)
-                    if (now := time.monotonic()) >= due or isinstance(event, Sample):
-                        changed.set()
-                        due = now + period()
+                    changed.set()
         finally:
             done()
             changed.set()
@@ -163,6 +159,7 @@ async def written(
     try:
         while not ended:
             await changed.wait()
+            await asyncio.sleep(period)
             changed.clear()
             ended = reading.done()
             while news:

@@ -88,7 +88,7 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
 
     app.include_router(weights.router(lambda: service.served, service.token, weights_dir))
     _add_models(app, service)
-    add_reports(app, service, service.registry, lambda: service.loaded and service.loaded.refusal)
+    add_reports(app, service, service.registry, lambda: service.loaded.refusal if service.loaded else None)
     for kind in (RequestValidationError, HTTPException, Refused, EngineError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _told)
 

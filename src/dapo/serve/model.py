@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from dapo.rollout.native.engine import NativeEngine  # loads torch
 
 
-PART_S = 4e-4
-"""Seconds between two parts of a stream, for each sample that is written: so much of the interpreter a part costs."""
-
-
 class Refused(Exception):
     """A request is turned away. ``status``: of HTTP; ``param``: what of the request is wrong, if that is it."""
 
@@ -177,8 +173,8 @@ class ServedModel:
                 async with asyncio.timeout_at(end):
                     engine = await door.enter(requests)
                 hidden, template = requests[0].sampling.stop if job.hidden else (), self.prompting.template
-                how: dict[str, Any] = {"drafts": job.drafts, "pieces": job.pieces, "hidden": hidden, "done": done}
-                parts = written(engine, template, requests, **how, period=lambda: PART_S * self.waiting)
+                how = {"drafts": job.drafts, "pieces": job.pieces}
+                parts = written(engine, template, requests, **how, hidden=hidden, done=done)
                 async with aclosing(parts):
                     while left:
                         async with asyncio.timeout_at(end):  # of each step: another task may take the next one

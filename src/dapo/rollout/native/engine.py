@@ -13,6 +13,7 @@ import asyncio
 import contextvars
 import itertools
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,9 +24,10 @@ import torch
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, some_elements
-from dapo.rollout.native.decoder import AnyDecoder, Decoder
+from dapo.rollout.native.decoder import AnyDecoder, Decoder, Told
 
 CLOSE_SECONDS = 10.0
+DRAFT_SECONDS = 4e-4  # for each stream, between two times that they are told of drafts: so much of the lock it takes
 
 _Event = Sample | Draft | BaseException | None  # None: a sample that was cancelled
 _Stream = tuple[asyncio.AbstractEventLoop, asyncio.Queue[_Event]]
@@ -84,6 +86,7 @@ class NativeEngine:
         self._keys = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._watched: dict[int, dict[tuple[int, int], int] | None] = {}  # that are told of drafts, and how much
+        self._due = 0.0  # when all of them are told next
         self._paused = False
         self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._broken: EngineError | None = None
@@ -283,7 +286,7 @@ class NativeEngine:
             if command is not None:
                 _execute(*command)
             else:
-                self._advance(lambda: self._decoder.stretch(self._watched))
+                self._advance(lambda: self._decoder.stretch(self._told()))
 
     @property
     def _held(self) -> bool:
@@ -300,6 +303,13 @@ class NativeEngine:
             if not isinstance(error, EngineError):
                 error = EngineError(f"decoding failed: {type(error).__name__}: {error}")
             self._fail_streams(error)
+
+    def _told(self) -> Told:
+        """The streams that are told of drafts now: at once those that have heard nothing yet."""
+        if (now := time.monotonic()) < self._due:
+            return {key: told for key, told in self._watched.items() if not told}
+        self._due = now + DRAFT_SECONDS * len(self._watched)
+        return self._watched
 
     def _hand_out(self, events: Sequence[tuple[int, _Event]]) -> None:
         for key, event in events:
