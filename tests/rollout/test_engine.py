@@ -312,6 +312,32 @@ def test_a_cancelled_command_does_not_keep_others_waiting_when_the_engine_closes
     assert isinstance(outcomes[2], EngineError) and "closed" in str(outcomes[2])
 
 
+def test_a_stream_leaves_nothing_behind_and_wakes_its_loop_once_a_step() -> None:
+    """Of samples that end together, and of no samples; refused ones are told why."""
+
+    async def run() -> None:
+        engine, loop = make_engine(stop=()), asyncio.get_running_loop()
+        wakes: list[Any] = []
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args, **how: (wakes.append(args), wake(*args, **how))[1]  # type: ignore
+        assert len([s async for s in engine.generate([Request(0, (3,), (1, 2, 3, 4), PLAIN)])]) == 4
+        assert len(wakes) == 1
+        for requests in ([], [Request(0, (3,), (), PLAIN)]):
+            assert [event async for event in engine.stream(requests)] == []
+        await engine.begin(1)
+        with pytest.raises(EngineError, match="version 1 arrived in part"):
+            await anext(engine.stream([Request(0, (3,), (1,), PLAIN)]))
+        await hand_over(engine, 1, MODEL.named_parameters())
+        watched = engine.stream([Request(0, (3,), (1,), PLAIN)])
+        await anext(watched)
+        await watched.aclose()
+        await engine.sleep()  # behind all of that, and refuses if anything is left
+        assert not engine._streams and not engine._watched
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_the_engine_outlives_the_event_loop_of_a_consumer() -> None:
     engine = make_engine()
 
@@ -418,6 +444,23 @@ def test_a_prompt_computed_again_is_stored_for_the_samples_that_are_left(
     first, again = stored
     assert first.users == 3  # two of five had begun
     assert again.users == 0 and not again.keys  # the other three were all that it was for
+
+
+def test_streams_are_told_of_drafts_a_while_apart_but_of_the_first_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo.rollout.native.engine.DRAFT_SECONDS", 1e9)
+
+    async def run() -> None:
+        engine = make_engine(stop=())
+        first, second = (engine.stream([Request(n, (5, 6), (1,), PLAIN)], only_new=True) for n in (0, 1))
+        assert (await anext(first)).token_ids and (await anext(second)).token_ids
+        for stream in (first, second):
+            (sample,) = [event async for event in stream]
+            assert isinstance(sample, Sample) and sample.length == 8
+        every = [event async for event in engine.stream([Request(2, (5, 6), (1,), PLAIN)])]
+        assert len(every) == 7  # whoever is told all tokens again and again hears of each step
+        await engine.close()
+
+    asyncio.run(run())
 
 
 def test_a_cache_that_no_machine_has_is_refused_before_there_is_work() -> None:

@@ -69,7 +69,7 @@ class Served:
 
     @property
     def busy(self) -> bool:
-        return any(engine._decoder.busy for each in self.model.engines.values() for engine in each)
+        return any(engine._decoder.busy for door in self.model.doors.values() for engine in door.engines)
 
     def wait_idle(self) -> None:
         """Until nothing waits and no engine has a sample in flight."""

@@ -69,33 +69,27 @@ def _is_an_address(value: str) -> str:
     return value
 
 
-Addresses = Annotated[
-    list[Annotated[str, AfterValidator(_is_an_address)]],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-]
-
-
 class RolloutConfig(Section):
     engine: Annotated[PathText, AfterValidator(OneOf(("native", "vllm", "openai")))] = "native"
-    """What samples in training: this process, processes of vLLM beside it, or with `openai` servers at rollout.url.
-    They are handed the weights. An evaluation by `dapo evaluate` is sampled by `native`, or by a server
+    """What samples in training: this process, processes of vLLM beside it, or with `openai` the server at
+    rollout.url. They are handed the weights. An evaluation by `dapo evaluate` is sampled by `native`, or by a server
     (`--server`)."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs (or processes on a CPU) that share the model's weights, with engine=vllm. They are those from rollout.device
     on."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, by the names it has for them, such as enforce_eager."""
-    url: Addresses = Field(default_factory=list)
-    """Address of the `dapo serve` that samples, with engine=openai; of several each samples a share."""
+    url: Annotated[str, AfterValidator(_is_an_address)] | None = None
+    """Address of the `dapo serve` that samples, with engine=openai."""
     token_env: str | None = None
-    """Environment variable that holds the bearer token of the servers."""
+    """Environment variable that holds the bearer token of the server."""
     model: str | None = None
-    """Name that the servers have for the model. null: that of the only one they have."""
+    """Name that the server has for the model. null: that of the only one it has."""
     timeout_s: float = Field(1800.0, gt=0)
-    """Longest time for one request to a server, such as all responses to a prompt."""
+    """Longest time for one request to the server, such as all responses to a prompt."""
     give_up_after_s: float = Field(120.0, gt=0)
-    """How long a request is made again (with growing pauses) while a server is down or busy. Then the run ends, with a
-    checkpoint."""
+    """How long a request is made again (with growing pauses) while the server is down or busy. Then the run ends, with
+    a checkpoint."""
     cache_gib: float | None = Field(None, gt=0, le=2**20)
     """Memory of a GPU for keys and values, in GiB. null: what is free, as far as it can be of use. Beyond it sequences
     wait, or are interrupted and started again from the tokens they have. A cache of a given size stays during updates

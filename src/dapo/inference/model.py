@@ -9,7 +9,6 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -322,7 +321,7 @@ def engine_for(
 def remote_engine(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> OpenAIEngine:
     """That of a server, which has the weights: of the model only what is beside them is read.
     Raises UserError: as :func:`load_engine`, or an extra or the server's token is missing."""
-    from dapo.model.loading import embedding_rows, stop_token_ids
+    from dapo.model.loading import stop_token_ids
     from dapo.orchestrator.inputs import RunOverrides, described_model, openai_engine
 
     config, tokenizer = prompting.config, prompting.tokenizer
@@ -330,20 +329,23 @@ def remote_engine(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]])
     check_positions(prompts, config.evaluated_length, model.config)
     stop_ids = stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
     prompting.template.ends_with(stop_ids)
-    rows = embedding_rows(prompting.model or config.model.path, config.model.trust_remote_code)
-    return openai_engine(config, rows, stop_ids, partial(tokenizer.encode, add_special_tokens=False))
+    return openai_engine(config, prompting.model or config.model.path, stop_ids, tokenizer)
 
 
 def room_for(config: Config) -> tuple[int, int]:
     """The longest prompt and the longest response, in tokens, that a model takes where the prompts are not known yet:
-    as the settings say, and together no more than its positions. Raises ModelError: its config cannot be read."""
+    as the settings say, and together no more than its positions.
+    Raises ModelError: its config cannot be read; ConfigError: no response of that length fits, whatever the prompt."""
     from dapo.model.adapters import find_adapter
-    from dapo.model.loading import context_limit, read_config
+    from dapo.model.loading import POSITIONS_STATED, context_limit, read_config
 
     adapter = find_adapter(config.model.path)
     shape = read_config(adapter.base if adapter else config.model.path, config.model.trust_remote_code)
     positions, limit = context_limit(shape) or 2**20, config.evaluated_length
-    return max(1, min(config.data.max_prompt_length, positions - limit)), limit
+    if limit >= positions:
+        text = f"{limit} response tokens and a prompt are more than the {positions} positions that the model has"
+        raise ConfigError(f"{text} ({POSITIONS_STATED}); use evaluation.max_response_length={positions // 2}")
+    return min(config.data.max_prompt_length, positions - limit), limit
 
 
 def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_config: Any) -> None:
