@@ -774,6 +774,23 @@ def test_weights_that_were_lost_on_the_way_are_an_error(fault: str, dtype: torch
     asyncio.run(run())
 
 
+def test_a_tensor_that_comes_twice_with_other_values_is_named() -> None:
+    async def run() -> None:
+        engine = NativeEngine(copy_model(MODEL, torch.bfloat16), (), max_sequence_tokens=32, max_concurrent_samples=4)
+        sent = [(name, p + 0.05 * torch.randn_like(p)) for name, p in MODEL.named_parameters()]
+        name, tensor = sent[3]
+        for again in ([*sent, (name, tensor * 2)], [(name, tensor * 2), *sent]):
+            for buckets in ([again], [[one] for one in again]):
+                await engine.begin(1)
+                with pytest.raises(EngineError, match=f"{name} came twice, with other values"):
+                    for bucket in buckets:
+                        await engine.put(bucket)
+        await hand_over(engine, 1, [*sent, *sent[:4]])  # the same values are no fault
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_a_fingerprint_keeps_no_tensor_in_memory() -> None:
     tensor = torch.arange(64 * 1000.0).reshape(64, 1000)
     found = some_elements(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,15 @@ class FaultyReceiver(Receiver):
 
             incoming._steps = {way: partial(arrive, come) for way, come in incoming._steps.items()}
         load = type(incoming._model).load_weights
-        if kind == "nowhere":  # load_weights says that it took them
+        vars(incoming).pop("_place", None)
+        vars(self).pop("add_lora", None)
+        if kind == "unbound":  # an adapter that is taken, and on no layer
+            self.add_lora = lambda request: _unbound(self.model_runner.lora_manager, request)
+            return
+        incoming._places.clear()
+        if kind == "unknown":  # as with fused experts: it is not known where they are, and none arrives
+            incoming._place = lambda name, tensor: None
+        if kind in ("nowhere", "unknown"):  # load_weights says that it took them
             incoming._model.load_weights = lambda weights: set(incoming._parameters) if list(weights) else set()
         if kind == "half":  # it takes this one, but does nothing with it
             incoming._model.load_weights = lambda weights: load(incoming._model, [w for w in weights if w[0] != name])
@@ -47,11 +56,13 @@ class FaultyReceiver(Receiver):
 
     def dapo_memory(self) -> int:
         """Bytes in memory of this process."""
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    def dapo_pid(self) -> int:
-        return os.getpid()
+
+def _unbound(manager: Any, request: Any) -> None:
+    manager.add_adapter(request)
+    for module in manager._adapter_manager.modules.values():
+        module.reset_lora(0)
 
 
 def _swapped(weights: dict[str, Any], name: str) -> list[tuple[str, Any]]:

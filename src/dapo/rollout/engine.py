@@ -180,17 +180,16 @@ def check_known(bucket: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str,
 def check_arrived(sent: Mapping[str, torch.Tensor], have: Mapping[str, torch.Tensor]) -> None:
     """Compares :func:`some_elements` of what was sent and of what an engine has, in the type of the latter.
     Raises EngineError: they differ, or some did not come."""
-    if lost := [name for name in sent if name not in have]:
-        raise EngineError(f"weights: {len(lost)} of {len(sent)} parameters, such as {lost[0]}, did not arrive")
-    for name, elements in have.items():
-        other = sent.get(name)
-        if other is None or other.shape != elements.shape or not bool((other.to(elements) == elements).all()):
-            lost.append(name)
-    if lost:
-        raise EngineError(
-            f"weights: {len(lost)} of {len(have)} parameters, such as {lost[0]}, are not what was sent: they were "
-            "lost or damaged on the way to the engine"
-        )
+
+    def same(name: str) -> bool:
+        return sent[name].shape == have[name].shape and bool((sent[name].to(have[name]) == have[name]).all())
+
+    for problem, wrong in (
+        ("did not arrive", lambda name: name not in have),
+        ("are not what was sent: they were lost or damaged on the way to the engine", lambda name: not same(name)),
+    ):
+        if lost := [name for name in sent if wrong(name)]:
+            raise EngineError(f"weights: {len(lost)} of {len(sent)} parameters, such as {lost[0]}, {problem}")
 
 
 async def hand_over(engine: Engine, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
-from dapo.rollout.engine import Draft, EngineError, Request, some_elements
+from dapo.rollout.engine import Draft, EngineError, Request, check_arrived, check_known, some_elements
 from dapo.rollout.native.decoder import Decoder, Told
 
 CLOSE_SECONDS = 10.0
@@ -238,14 +238,16 @@ class NativeEngine:
 
     @torch.no_grad()
     def _put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        check_known(bucket, self.shapes)
+        given: dict[str, torch.Tensor] = {}
         for name, tensor in bucket:
-            target = self._parameters.get(name)
-            if target is None or target.shape != tensor.shape:
-                have = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
-                raise EngineError(f"weights: {name} {tuple(tensor.shape)}: the engine's model has {have}")
-        if bucket:  # in one call: launches would take longer than the bytes
-            torch._foreach_copy_([self._parameters[name] for name, _ in bucket], [tensor for _, tensor in bucket])
-        self._missing.difference_update(name for name, _ in bucket)
+            before = given.get(name, None if name in self._missing else self._parameters[name])
+            if before is not None and not torch.equal(tensor.to(before), before):
+                raise EngineError(f"weights: {name} came twice, with other values")
+            given[name] = tensor
+        if given:  # in one call: launches would take longer than the bytes
+            torch._foreach_copy_([self._parameters[name] for name in given], list(given.values()))
+        self._missing.difference_update(given)
 
     async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
         await self._call(lambda: self._commit(fingerprint))
@@ -256,12 +258,7 @@ class NativeEngine:
             raise EngineError("weights: a commit without a begin")
         if self._missing:
             raise EngineError(f"weights: {len(self._missing)} parameters were not given, such as {min(self._missing)}")
-        have = {name: some_elements(self._parameters[name]) for name in fingerprint}
-        if lost := [name for name, sent in fingerprint.items() if not torch.equal(sent.to(have[name]), have[name])]:
-            raise EngineError(
-                f"weights: {len(lost)} of {len(have)} parameters, such as {lost[0]}, are not what was sent: they were "
-                "lost or damaged on the way to the engine"
-            )
+        check_arrived(fingerprint, {name: some_elements(value) for name, value in self._parameters.items()})
         self._decoder.use_weights(self._incomplete)
         self._incomplete = None
 

@@ -255,12 +255,13 @@ class Incoming:
         except Exception as error:  # the kinds differ
             raise EngineError(f"weights: vLLM does not take the adapter: {type(error).__name__}: {error}") from error
         manager = self._worker.model_runner.lora_manager._adapter_manager
-        slot = manager.lora_index_to_id.index(ADAPTER[1])
-        lost = [name for name, tensor in tensors.items() if not self._bound(manager.modules, name, tensor, slot)]
-        if lost or not tensors:
+        slots = manager.lora_index_to_id  # of adapters that are in use, by number
+        slot = slots.index(ADAPTER[1]) if ADAPTER[1] in slots else None
+        lost = [n for n, tensor in tensors.items() if slot is None or not self._bound(manager.modules, n, tensor, slot)]
+        if lost:
             raise EngineError(
-                f"weights: {len(lost)} of {len(tensors)} tensors of the adapter, such as {lost[0] if lost else 'all'}, "
-                "are on no layer of vLLM's model, or with other values"
+                f"weights: {len(lost)} of {len(tensors)} tensors of the adapter, such as {lost[0]}, arrived but are on "
+                "no layer of vLLM's model, or with other values"
             )
         return {"found": len(tensors), "tensors": len(tensors)}
 
@@ -331,7 +332,7 @@ def unpacked(buffer: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
     for name, dtype, shape, offset in layout:
         kind = getattr(torch, dtype)
         size = math.prod(shape) * kind.itemsize
-        found[name] = buffer[offset : offset + size].view(kind).view(*shape)
+        found[name] = buffer[offset : offset + size].view(kind).view(tuple(shape))
     return found
 
 
