@@ -255,7 +255,10 @@ async def serve(
     service = Service(limits, address.token)
 
     async def start() -> None:
-        service.loaded = await asyncio.to_thread(load)
+        served = await asyncio.to_thread(load)
+        for door in served.doors.values():
+            await door.start()
+        service.loaded = served
         gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
         say(f"serving {', '.join(service.loaded.doors)}, up to {service.loaded.context} tokens a sample")
 

@@ -32,10 +32,12 @@ from dapo.inference.model import (
 )
 from dapo.inference.stream import Part, written
 from dapo.observe.progress import Listener
-from dapo.rollout.engine import EngineError, Request
+from dapo.rollout.engine import EngineError, Request, hand_over
 
 if TYPE_CHECKING:
-    from dapo.rollout.native.engine import NativeEngine  # loads torch
+    import torch
+
+    from dapo.inference.model import LocalEngine
 
 
 class Refused(Exception):
@@ -81,21 +83,28 @@ class Door:
     """The engines of one model, and whether requests get to them. ``refusal``: why none does; None: they do.
     ``update``: the one that the weights came with; empty: they are those that it was started with."""
 
-    engines: Sequence[NativeEngine]
+    engines: Sequence[LocalEngine]
+    first: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of an adapter, which vLLM does not read by itself."""
     refusal: str | None = None
     update: str = ""
-    running: dict[int, tuple[NativeEngine, int]] = field(default_factory=dict)
+    running: dict[int, tuple[LocalEngine, int]] = field(default_factory=dict)
     """Requests in engines, with how many samples they have."""
     _open: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._open.set()
 
+    async def start(self) -> None:
+        """To be called once, before requests are made."""
+        for engine in self.engines if self.first else ():
+            await hand_over(engine, 0, self.first.items())
+
     @property
     def is_open(self) -> bool:
         return self._open.is_set()
 
-    async def enter(self, requests: Sequence[Request]) -> NativeEngine:
+    async def enter(self, requests: Sequence[Request]) -> LocalEngine:
         """The engine with the fewest samples, once requests may be made. Raises Refused: none may."""
         await self._open.wait()
         if self.refusal is not None:
@@ -228,7 +237,7 @@ class ServedModel:
                 await engine.close()
 
 
-def _check(engine: NativeEngine, requests: Sequence[Request]) -> None:
+def _check(engine: LocalEngine, requests: Sequence[Request]) -> None:
     """Raises Refused: an engine cannot serve them."""
     for place, request in enumerate(requests):
         try:
@@ -273,13 +282,26 @@ def load_served(
     prompting = load_prompting(config)
     longest, limit = room_for(config)
     weights, stop_ids = load_weights(prompting, listener)
+    if (waits := config.rollout.engine == "vllm") and copies > 1:
+        raise ConfigError("--engines: is for the native engine; with vLLM use rollout.tensor_parallel, or several servers")
     doors: dict[str, Door] = {}
     for one, adapter in {name: None, **(adapters or {})}.items():
         twin = weights if adapter is None else _with_adapter(weights, adapter, prompting)
         models = [twin, *(_copied(twin, number) for number in range(1, copies))]
-        doors[one] = Door([engine_for(prompting, each, stop_ids, longest + limit, 2**20) for each in models])
+        engines = [engine_for(prompting, each, stop_ids, longest + limit, 2**20) for each in models]
+        doors[one] = Door(engines, _adapter_of(adapter or config.model.path, engines[0].shapes) if waits else {})
     longest_token = max(map(len, prompting.tokenizer.get_vocab()))
     return ServedModel(name, prompting, doors, longest + limit, stop_ids, longest_token, limits or Limits())
+
+
+def _adapter_of(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """The tensors of the adapter in a folder, by the names that an engine has for them; none if it holds no adapter."""
+    from safetensors.torch import load_file
+
+    from dapo.model.adapters import WEIGHTS_FILE, file_key, find_adapter
+
+    adapter, names = find_adapter(folder), {file_key(name): name for name in shapes}
+    return {names[file_key(key)]: t for key, t in load_file(adapter.folder / WEIGHTS_FILE).items()} if adapter else {}
 
 
 def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
@@ -287,10 +309,12 @@ def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
     Raises ModelError: the folder holds none, or it is not for this model."""
     from dapo.model.adapters import has_adapter, put_on, require_adapter
     from dapo.model.loading import copy_model
+    from dapo.model.placement import engine_device
 
     if has_adapter(model):
         raise ModelError(f"adapter {folder}: the served model has an adapter itself; serve their base, and name both")
-    if next(model.parameters()).device.type != "cpu" and prompting.config.rollout.cache_gib is None:
+    on_gpu, numbers = engine_device(prompting.config).type != "cpu", model.device.type != "meta"
+    if on_gpu and prompting.config.rollout.cache_gib is None:
         raise ConfigError(
             "--adapter: on a GPU each adapter has a cache of its own; say how large each may be, such as "
             "--set rollout.cache_gib=8"
@@ -299,7 +323,8 @@ def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
     served = prompting.config.model.path
     if os.path.realpath(adapter.base) != os.path.realpath(served) and adapter.base != served:
         raise ModelError(f"adapter {folder}: its base is {adapter.base}, and {served} is served")
-    return put_on(copy_model(model), adapter, next(model.parameters()).dtype).requires_grad_(False).eval()
+    twin = put_on(copy_model(model), adapter, next(model.parameters()).dtype, read=numbers)
+    return twin.requires_grad_(False).eval()
 
 
 def _copied(model: Any, number: int) -> Any:

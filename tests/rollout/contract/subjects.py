@@ -136,7 +136,7 @@ def openai(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     words = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
     server = stack.enter_context(ServeProcess(str(folder), *words, token=TOKEN))
     stack.enter_context(pytest.MonkeyPatch.context()).setenv("SECRET", TOKEN)
-    remote = {"engine": "openai", "url": [server.url], "token_env": "SECRET", "give_up_after_s": 1.0}
+    remote = {"engine": "openai", "url": server.url, "token_env": "SECRET", "give_up_after_s": 1.0}
     return _made(_config(folder, in_flight="restart", **remote))
 
 
