@@ -102,7 +102,7 @@ def served(
 class ServeProcess(ServerProcess):
     """`dapo serve` in a process of its own; started again on the same port."""
 
-    def __init__(self, *words: str, token: str = "") -> None:
+    def __init__(self, *words: str, token: str = "", start_s: float = 60.0) -> None:
         words = (*words, *(("--token-env", "SECRET") if token else ()))
         headers = {"Authorization": f"Bearer {token or 'none'}"}
-        super().__init__(COMMAND, *words, env={"SECRET": token}, headers=headers)
+        super().__init__(COMMAND, *words, env={"SECRET": token}, headers=headers, start_s=start_s)

@@ -318,8 +318,9 @@ def _outline(config: Config) -> Any:
 def engine_for(
     prompting: Prompting, model: Any, stop_ids: Sequence[int], sequence_tokens: int, samples: int
 ) -> LocalEngine:
-    """``model`` in an engine for ``samples`` at once, each with its prompt of at most ``sequence_tokens`` tokens. vLLM's
-    waits for an adapter's weights. Raises UserError: vLLM is missing, does not cover the model, or does not start."""
+    """``model`` in an engine for ``samples`` at once, each with its prompt of at most ``sequence_tokens`` tokens. That
+    of vLLM waits for the weights of an adapter.
+    Raises UserError: vLLM is missing, does not cover the model, or does not start."""
     import torch
 
     from dapo.model.adapters import has_adapter

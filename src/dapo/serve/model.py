@@ -283,7 +283,9 @@ def load_served(
     longest, limit = room_for(config)
     weights, stop_ids = load_weights(prompting, listener)
     if (waits := config.rollout.engine == "vllm") and copies > 1:
-        raise ConfigError("--engines: is for the native engine; with vLLM use rollout.tensor_parallel, or several servers")
+        raise ConfigError(
+            "--engines: is for the native engine; with vLLM use rollout.tensor_parallel, or several servers"
+        )
     doors: dict[str, Door] = {}
     for one, adapter in {name: None, **(adapters or {})}.items():
         twin = weights if adapter is None else _with_adapter(weights, adapter, prompting)

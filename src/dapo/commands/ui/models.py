@@ -29,7 +29,7 @@ from dapo.serve.model import load_served
 from dapo.util.files import holds_model
 
 if TYPE_CHECKING:
-    from dapo.rollout.native.engine import NativeEngine  # loads torch
+    from dapo.inference.model import LocalEngine  # loads torch
 
 HELD = 2  # models in memory
 MOST_SAMPLES = 8  # of one model at a time
@@ -139,7 +139,7 @@ class Loaded:
     """A model with its tokenizer and template. ``max_tokens``: of a response; ``max_prompt``: tokens of a prompt."""
 
     prompting: Prompting
-    engine: NativeEngine
+    engine: LocalEngine
     max_tokens: int
     max_prompt: int
 

@@ -138,7 +138,9 @@ class VLLMEngine:
         )
         sampling = request.sampling
         if sampling.top_logprobs and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
-            text = "vLLM reports the likeliest tokens after truncation: top_logprobs goes without top_p, top_k and min_p"
+            text = (
+                "vLLM reports the likeliest tokens after truncation: top_logprobs goes without top_p, top_k and min_p"
+            )
             raise EngineError(f"request {request.id}: {text}")
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
