@@ -104,7 +104,8 @@ class VLLMEngine:
         self._flights: dict[str, _Flight] = {}
         self._holds: set[str] = set()
         self._control = asyncio.Lock()
-        self._asleep, self._can_sleep = False, engine_device(config).type == "cuda"
+        self._asleep: list[str] = []  # of its memory, in the order of waking
+        self._can_sleep = engine_device(config).type == "cuda"
         self._probed: tuple[int, list[float]] | None = None
         self._broken: EngineError | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -347,8 +348,7 @@ class VLLMEngine:
             if version < self._version:
                 raise EngineError(f"weights: version {version} was given after version {self._version}")
             await self._hold("weights")
-            if self._asleep and self._can_sleep:
-                await self._ask("wake_up_async", ["weights"])  # the cache follows once they are there
+            await self._wake(("weights",))  # the cache follows once they are there
             self._incomplete = version
             await self._transfer.begin(version)
 
@@ -378,15 +378,13 @@ class VLLMEngine:
                 await self._ask("sleep_async", 1, "keep")  # 1: the weights move to the host's memory, and are not lost
             else:
                 await self._ask("reset_prefix_cache_async", False, False)
-            self._asleep = True
+            self._asleep = ["weights", "kv_cache"]
 
     async def wake(self) -> None:
         async with self._control:
             if not self._asleep:
                 return
-            if self._can_sleep:
-                await self._ask("wake_up_async", None)
-            self._asleep = False
+            await self._wake(tuple(self._asleep))
             before, self._probed = self._probed, None
             if before is None or (after := await self._probe()) is None:
                 return
@@ -396,6 +394,13 @@ class VLLMEngine:
                     f"after sleep the log-probabilities of a fixed prompt are others, by up to {apart:.3g} nats, with "
                     "the same weights: vLLM's sleep lost some of the model"
                 )
+
+    async def _wake(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            if part in self._asleep:
+                if self._can_sleep:
+                    await self._ask("wake_up_async", [part])
+                self._asleep.remove(part)
 
     async def _probe(self) -> tuple[int, list[float]] | None:
         """The version, and the log-probabilities of the most likely tokens after a fixed prompt; None: held.
