@@ -22,7 +22,9 @@ LONG = tuple(2 + i % 190 for i in range(290))  # more than two blocks of vLLM's 
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Vllm]:
     """Weights of 4 MB, so that what is kept of each version is seen."""
-    model = random_model("qwen2", **(SHAPE | {"vocab_size": 8003, "max_position_embeddings": 1024}), tie_word_embeddings=True)
+    model = random_model(
+        "qwen2", **(SHAPE | {"vocab_size": 8003, "max_position_embeddings": 1024}), tie_word_embeddings=True
+    )
     yield from started(model, longest=512)
 
 
