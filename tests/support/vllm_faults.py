@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dapo.rollout.vllm.worker import Receiver
+from dapo.rollout.vllm.worker import Incoming, Receiver
 
 
 class FaultyReceiver(Receiver):
@@ -20,7 +20,7 @@ class FaultyReceiver(Receiver):
         self.dapo_weights("describe")  # so that there is one
         incoming = self.__dict__["dapo_incoming"]
         vars(incoming._model).pop("load_weights", None)
-        incoming._steps = {"files": incoming._files, "group": incoming._broadcast, "ipc": incoming._ipc}
+        incoming._ways = Incoming(self)._ways | {"group": incoming._from_group}
         if kind in ("lost", "altered", "exit"):
 
             def arrive(come: Any, *args: Any) -> dict[str, torch.Tensor]:
@@ -33,7 +33,7 @@ class FaultyReceiver(Receiver):
                     tensors[name] = tensors[name] * 1.5
                 return tensors
 
-            incoming._steps = {way: partial(arrive, come) for way, come in incoming._steps.items()}
+            incoming._ways = {way: partial(arrive, come) for way, come in incoming._ways.items()}
         load = type(incoming._model).load_weights
         vars(incoming).pop("_place", None)
         vars(self).pop("add_lora", None)

@@ -119,7 +119,7 @@ def make_engine(
     if own is None and config.rollout.engine == "openai":
         return openai_engine(config, model, stop_ids)
     shared = engine_device(config) == device_of(config)
-    sizes = {
+    sizes: dict[str, Any] = {
         "max_sequence_tokens": longest_sequence(config, heldout),
         "max_concurrent_samples": config.rollout.max_concurrent_samples,
         "spare_bytes": spare_bytes if shared else 0,
@@ -173,7 +173,7 @@ def _with_copy(
 
 
 def vllm_engine(
-    config: Config, model: Any, stop_ids: Sequence[int], decode: Callable[[Sequence[int]], str], **sizes: int
+    config: Config, model: Any, stop_ids: Sequence[int], decode: Callable[[Sequence[int]], str], **sizes: Any
 ) -> VLLMEngine:
     """vLLM on ``rollout.device``, which waits for weights: all of the model's, or those of its adapter.
     Raises UserError: it is not installed, does not cover the model, or does not start."""

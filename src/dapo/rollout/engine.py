@@ -185,12 +185,12 @@ def check_arrived(sent: Mapping[str, torch.Tensor], have: Mapping[str, torch.Ten
     def same(name: str) -> bool:
         return sent[name].shape == have[name].shape and bool((sent[name].to(have[name]) == have[name]).all())
 
-    for problem, wrong in (
-        ("did not arrive", lambda name: name not in have),
-        ("are not what was sent: they were lost or damaged on the way to the engine", lambda name: not same(name)),
-    ):
-        if lost := [name for name in sent if wrong(name)]:
-            raise EngineError(f"weights: {len(lost)} of {len(sent)} parameters, such as {lost[0]}, {problem}")
+    absent = [name for name in sent if name not in have]
+    lost = absent or [name for name in sent if not same(name)]
+    if lost:
+        damaged = "are not what was sent: they were lost or damaged on the way to the engine"
+        problem = "did not arrive" if absent else damaged
+        raise EngineError(f"weights: {len(lost)} of {len(sent)} parameters, such as {lost[0]}, {problem}")
 
 
 def fault_of(sample: Sample, vocabulary: int) -> str | None:

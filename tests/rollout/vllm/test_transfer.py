@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from dapo.errors import ConfigError
 from dapo.model.adapters import adapter_parameters, new_adapter
-from dapo.rollout.engine import EngineError, check_arrived, some_elements
+from dapo.rollout.engine import EngineError, check_arrived
 from dapo.rollout.vllm import transfer
 from dapo.rollout.vllm.transfer import WeightTransfer, chosen
-from dapo.rollout.vllm.worker import TIMEOUT, _shard, process_group, unpacked
+from dapo.rollout.vllm.worker import _shard, process_group, store_at, unpacked
 from helpers import random_model
 from vllm_subject import SHAPE, Tensors, Vllm, started
 
@@ -201,24 +199,22 @@ def test_rows_of_a_rank_and_what_is_split_in_unknown_ways() -> None:
     assert _shard(64, 48, 0, 2) is None and _shard(64, 16, 0, 2) is None and _shard(64, 0, 0, 1) is None
 
 
-def _receive(port: int, size: int, layout: Any, answers: Any) -> None:
-    store = distributed.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=TIMEOUT)
-    buffer = torch.empty(size, dtype=torch.uint8)
-    process_group("gloo", store, 1, 2).broadcast(buffer, 0).wait()
-    answers.put({name: some_elements(tensor).tolist() for name, tensor in unpacked(buffer, layout).items()})
-
-
 def test_a_bucket_goes_through_a_group_of_processes_in_one_piece() -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7), "c": torch.arange(5), "d": torch.tensor(2.0)}
     sender = WeightTransfer(None, random_model("qwen2"), torch.bfloat16)  # type: ignore[arg-type]
     buffer, layout = sender._packed(tensors, torch.device("cpu"))
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    store = distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-    other = context.Process(target=_receive, args=(store.port, buffer.numel(), layout, answers))
-    other.start()
-    process_group("gloo", store, 0, 2).broadcast(buffer, 0).wait()
-    found = answers.get(timeout=60)
-    other.join(10)
-    wire = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}
-    assert found == {name: some_elements(tensor).tolist() for name, tensor in wire.items()}
+    store = store_at("127.0.0.1", 0, 2, first=True)
+    arrived = torch.zeros_like(buffer)
+
+    def receive() -> None:
+        process_group("gloo", store_at("127.0.0.1", store.port, 2), 1, 2).broadcast(arrived, 0).wait()
+
+    with ThreadPoolExecutor(1) as other:
+        work = other.submit(receive)
+        process_group("gloo", store, 0, 2).broadcast(buffer, 0).wait()
+        work.result(60)
+    found = unpacked(arrived, layout)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        wire = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert found[name].dtype == wire.dtype and torch.equal(found[name], wire)

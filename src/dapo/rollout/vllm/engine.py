@@ -14,53 +14,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
-import math
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from dapo.config import Config
 from dapo.model.loading import embedding_rows
 from dapo.model.placement import engine_device
 from dapo.records import Sample
-from dapo.rollout.engine import Draft, EngineError, Request
-from dapo.rollout.native.checks import check_request, not_finite
+from dapo.rollout.engine import Draft, EngineError, Request, Sampling
+from dapo.rollout.native.checks import check_request
 from dapo.rollout.native.stopping import StopTexts
+from dapo.rollout.vllm.flight import Event, Flight
 from dapo.rollout.vllm.options import engine_arguments, model_folder
 from dapo.rollout.vllm.processes import Processes
 from dapo.rollout.vllm.transfer import WeightTransfer
 from dapo.rollout.vllm.worker import ADAPTER
+from dapo.util.user_code import describe
 
-_log = logging.getLogger(__name__)
-
-_Event = Sample | Draft | EngineError | None  # None: a sample that was cancelled
 _PROBED = 4  # tokens of the prompt that is asked for before sleep and after it
 _PROBE_DIFFERS = 0.5  # nats; bfloat16 makes a few hundredths of other batches
-
-
-@dataclass(eq=False, slots=True)
-class _Flight:
-    """A sample in flight. ``told``: tokens that its stream has had in drafts; None: it is not told of any."""
-
-    name: str
-    request: Request
-    index: int
-    deliver: Callable[[_Event], None]
-    told: int | None
-    only_new: bool
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    top: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = field(default_factory=list)
-
-    def draft(self, start: int = 0) -> Draft:
-        held = (tuple(values[start:]) for values in (self.ids, self.logprobs, self.versions))
-        return Draft(self.request.id, self.index, *held, start)  # type: ignore[arg-type]
 
 
 class VLLMEngine:
@@ -101,7 +75,7 @@ class VLLMEngine:
         self._longest, self._decode = max_sequence_tokens, decode
         self._stop_texts = StopTexts(decode) if decode else None
         self._names = itertools.count()
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, Flight] = {}
         self._holds: set[str] = set()
         self._control = asyncio.Lock()
         self._asleep: list[str] = []  # of its memory, in the order of waking
@@ -113,7 +87,7 @@ class VLLMEngine:
             arguments = engine_arguments(
                 *(config, model, folder, loaded), max_sequence_tokens, max_concurrent_samples, spare_bytes
             )
-            self._processes = Processes(arguments, engine_device(config), config.runtime.threads)
+            self._processes = Processes(arguments, engine_device(config), torch.get_num_threads())
         self._core = self._processes.core
         dtype = getattr(torch, config.model.compute_dtype)
         self._transfer = WeightTransfer(self._rpc, model, dtype, config.runtime.sync.kind)
@@ -152,16 +126,18 @@ class VLLMEngine:
         for request in requests:
             self.check(request)
         self._require_weights()
-        queue: asyncio.Queue[_Event] = asyncio.Queue()
+        queue: asyncio.Queue[Event] = asyncio.Queue()
         flights = [
-            _Flight(f"{next(self._names)}", request, index, queue.put_nowait, 0 if drafts else None, only_new)
+            Flight(f"{next(self._names)}", request, index, queue.put_nowait, drafts, only_new)
             for request in requests
             for index in range(len(request.seeds))
         ]
         expected = len(flights)
+        self._flights |= {flight.name: flight for flight in flights}
         try:
             for flight in flights:
-                await self._submit(flight)
+                if flight.name in self._flights:  # otherwise it was cancelled meanwhile
+                    await self._ask("add_request_async", flight.asked(self._stop_ids, self._adapter))
             while expected:
                 event = await queue.get()
                 if isinstance(event, EngineError):
@@ -170,7 +146,7 @@ class VLLMEngine:
                 if event is not None:
                     yield event
         finally:
-            await self._forget([flight for flight in flights if flight.name in self._flights])
+            self._forget([flight for flight in flights if flight.name in self._flights])
 
     def _require_weights(self) -> None:
         """Raises EngineError: there are none to sample from."""
@@ -183,31 +159,6 @@ class VLLMEngine:
         if self._asleep:
             raise EngineError("the engine is asleep: wake() comes first")
 
-    async def _submit(self, flight: _Flight) -> None:
-        """Hand a sample to vLLM, which goes on from its draft, if it has one."""
-        from vllm.v1.engine import EngineCoreRequest
-
-        request = flight.request
-        draft = next((one for one in request.drafts if one.index == flight.index), None)
-        if draft is not None:
-            flight.ids += draft.token_ids
-            flight.logprobs += draft.logprobs
-            flight.versions += draft.versions
-        ids = [*request.prompt_ids, *flight.ids]
-        self._flights[flight.name] = flight
-        asked = EngineCoreRequest(
-            request_id=flight.name,
-            prompt_token_ids=ids,
-            mm_features=None,
-            sampling_params=self._parameters(flight),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=self._adapter,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        await self._ask("add_request_async", asked)
-
     @property
     def _adapter(self) -> Any:
         from vllm.lora.request import LoRARequest
@@ -215,29 +166,10 @@ class VLLMEngine:
         folder = self._transfer.adapter
         return LoRARequest(*ADAPTER, str(folder)) if folder else None
 
-    def _parameters(self, flight: _Flight) -> Any:
-        from vllm import SamplingParams
-
-        sampling, begun = flight.request.sampling, len(flight.ids)
-        seed = flight.request.seeds[flight.index] + begun * 0x9E3779B97F4A7C15  # another stream for what is left
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=seed % 2**63 if sampling.temperature else None,
-            max_tokens=sampling.max_tokens - begun,
-            stop_token_ids=self._stop_ids,
-            ignore_eos=True,
-            logprobs=sampling.top_logprobs,
-            detokenize=False,
-        )
-
     # -- what comes back -----------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
         """Take what vLLM samples, until it ends. However that comes, nobody is left waiting."""
-        cause: BaseException | None = None
         try:
             while True:
                 outputs = await self._core.get_output_async()
@@ -250,67 +182,27 @@ class VLLMEngine:
         except asyncio.CancelledError:
             self._broken = self._broken or EngineError("the engine was closed")
         except Exception as error:
-            cause = error
-            self._broken = EngineError(f"vLLM ended: {self._processes.last_words() or error}")
+            self._broken = EngineError(f"vLLM ended: {self._processes.last_words(describe(error))}")
         flights, self._flights = self._flights, {}
         for flight in flights.values():
             flight.deliver(self._broken)
-        if cause is not None:
-            _log.debug("vLLM ended", exc_info=cause)
 
-    def _take(self, flight: _Flight, output: Any) -> None:
-        found, ids = output.new_logprobs, list(output.new_token_ids)
-        first = len(flight.ids)
-        flight.ids += ids
-        flight.versions += [self._version] * len(ids)
-        if ids:
-            flight.logprobs += found.logprobs[: len(ids), 0].tolist()
-            if flight.request.sampling.top_logprobs:
-                flight.top += zip(found.logprob_token_ids[: len(ids), 1:], found.logprobs[: len(ids), 1:], strict=True)
-            for place, logprob in enumerate(flight.logprobs[first:], start=first):
-                if not math.isfinite(logprob):
-                    self._end(flight, not_finite(flight.request, flight.index, place), abort=True)
-                    return
-        reason = None if output.finish_reason is None else str(output.finish_reason)
-        texts = flight.request.sampling.stop
-        end = self._stop_texts.ends_at(flight.ids, first, texts) if self._stop_texts and texts else None
-        if end is not None:
-            self._end(flight, self._sample(flight, end, "stop"), abort=reason is None)
-        elif reason in ("stop", "length"):
-            last = flight.ids[-1] in self._stop_ids
-            self._end(flight, self._sample(flight, len(flight.ids), "stop" if last else "length"))
-        elif reason is not None:
-            name = f"request {flight.request.id}, sample {flight.index}"
-            self._end(flight, EngineError(f"{name}: vLLM ended it ({reason}): {self._processes.last_words()}"))
-        elif flight.told is not None and ids:
-            start = flight.told if flight.only_new else 0
-            flight.deliver(flight.draft(start))
-            flight.told = len(flight.ids)
-
-    def _sample(self, flight: _Flight, count: int, reason: Any) -> Sample:
-        columns = (
-            np.array(flight.ids[:count], np.int32),
-            np.array(flight.logprobs[:count], np.float32),
-            np.array(flight.versions[:count], np.int32),
-        )
-        top: dict[str, Any] = {}
-        if flight.request.sampling.top_logprobs:
-            ids, logprobs = zip(*flight.top[:count], strict=True)
-            top = {"top_ids": np.stack(ids).astype(np.int32), "top_logprobs": np.stack(logprobs).astype(np.float32)}
-        return Sample(flight.request.id, flight.index, *columns, reason, **top)
-
-    def _end(self, flight: _Flight, event: _Event, abort: bool = False) -> None:
+    def _take(self, flight: Flight, output: Any) -> None:
+        end = flight.take(output, self._version, self._stop_ids, self._stop_texts)
+        if end is None:
+            flight.tell()
+            return
         del self._flights[flight.name]
-        flight.deliver(event)
-        if abort:
+        flight.deliver(end)
+        if output.finish_reason is None:
             self._abort([flight])
 
-    def _abort(self, flights: Sequence[_Flight]) -> None:
+    def _abort(self, flights: Sequence[Flight]) -> None:
         """Have vLLM forget them, without waiting for it."""
         task = asyncio.ensure_future(self._core.abort_requests_async([flight.name for flight in flights]))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _forget(self, flights: Sequence[_Flight]) -> None:
+    def _forget(self, flights: Sequence[Flight]) -> None:
         for flight in flights:
             del self._flights[flight.name]
         if flights and not self._broken:
@@ -319,7 +211,7 @@ class VLLMEngine:
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
         await self._settled()
         gone = [flight for flight in self._flights.values() if flight.request.id in request_ids]
-        await self._forget(gone)
+        self._forget(gone)
         for flight in gone:
             flight.deliver(None)
         return [flight.draft() for flight in gone if flight.ids]
@@ -336,10 +228,11 @@ class VLLMEngine:
 
     async def _hold(self, why: str) -> None:
         """From now on nothing is sampled, and all that was has been taken."""
-        if not self._holds:
+        first = not self._holds
+        self._holds.add(why)
+        if first:
             await self._ask("pause_scheduler_async", "keep", False)
             await self._settled()
-        self._holds.add(why)
 
     async def _release(self, why: str) -> None:
         if why in self._holds:
@@ -418,13 +311,11 @@ class VLLMEngine:
         Raises NotFiniteError: they are not finite."""
         if self._holds or self._version < 0:
             return None
-        from dapo.rollout.engine import Sampling
-
-        count = min(5, self._vocabulary)
-        request = Request(-1, tuple(range(min(_PROBED, self._vocabulary))), (0,), Sampling(0.0, 1, top_logprobs=count))
-        found = [sample async for sample in self.generate([request])]
+        prompt = tuple(range(min(_PROBED, self._vocabulary, self._longest - 1)))
+        sampling = Sampling(0.0, 1, top_logprobs=min(5, self._vocabulary))
+        found = [sample async for sample in self.generate([Request(-1, prompt, (0,), sampling)])]
         assert found[0].top_logprobs is not None
-        return self._version, [float(one) for one in found[0].top_logprobs[0]]
+        return self._version, found[0].top_logprobs[0].tolist()
 
     # -- the processes -------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -26,7 +27,9 @@ from dapo.rollout.vllm.options import environment
 
 _PATIENCE_S = 2.0  # some workers take five to say goodbye to nobody; they have nothing to lose
 _starting = threading.Lock()
-_CAUSE = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Interrupt)): (.+)")
+_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
+_WHAT_FOLLOWED = ("EngineDead", "root cause", ": cancelled")  # errors that others led to
+_DIED = re.compile(r"\S+ died unexpectedly")
 
 
 class StartError(EngineError, UserError):
@@ -36,19 +39,17 @@ class StartError(EngineError, UserError):
 class Processes:
     """Those of one engine. ``core``: vLLM's client of them."""
 
-    def __init__(self, arguments: Mapping[str, Any], device: torch.device | None, threads: int | None) -> None:
+    def __init__(self, arguments: Mapping[str, Any], device: torch.device, threads: int) -> None:
         """Start them, and wait until they can work. ``arguments``: of vLLM's engine. ``device``: of the first one, the
         others follow. ``threads``: of each on a CPU. Raises StartError: they do not."""
-        self._folder = tempfile.TemporaryDirectory(prefix="dapo-vllm-")
-        self._log = Path(self._folder.name) / "log"
+        self._log = Path(tempfile.mkdtemp(prefix="dapo-vllm-")) / "log"
         self._log.touch()
+        self._log_stays = False
         self._children: list[Any] = []
-        on_cpu = device is None or device.type == "cpu"
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-        if on_cpu:
-            variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-            variables |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        elif device is not None and device.index:
+        if device.type == "cpu":
+            variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        elif device.index:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(_visible()[device.index :])
         with _starting, environment(variables), self._quiet():
             before = set(multiprocessing.active_children())
@@ -58,7 +59,7 @@ class Processes:
                     self.core = thread.submit(_core, dict(arguments)).result()
             except BaseException as error:
                 self._children = [one for one in multiprocessing.active_children() if one not in before]
-                words = self.last_words() or first_line(error)
+                words = self.last_words(first_line(error))
                 self.close()
                 if isinstance(error, Exception):
                     raise StartError(f"rollout.engine=vllm: vLLM does not start: {words}") from error
@@ -69,7 +70,7 @@ class Processes:
     def _quiet(self) -> Iterator[None]:
         """Inside, what this process and those that it starts say of vLLM goes to the log."""
         logger, executable = logging.getLogger("vllm"), spawn.get_executable()
-        starter = Path(self._folder.name) / "python"
+        starter = self._log.with_name("python")
         quoted = (f"'{one}'" for one in (sys.executable, "-P", child.__file__, self._log))
         starter.write_text(f'#!/bin/sh\nexec {" ".join(quoted)} "$@"\n')
         starter.chmod(0o700)
@@ -84,11 +85,13 @@ class Processes:
             logger.removeHandler(handler)
             handler.close()
 
-    def last_words(self) -> str:
-        """The error that the log ends with; empty: none is in it."""
-        found = _CAUSE.findall(self._log.read_text(errors="replace")) if self._log.exists() else []
-        named = [(kind, text) for kind, text in found if "EngineDead" not in kind and "See root cause" not in text]
-        return ": ".join(named[-1]) if named else ""
+    def last_words(self, otherwise: str) -> str:
+        """The error that they ended with, and where their log is, which then stays."""
+        self._log_stays, text = True, self._log.read_text(errors="replace")
+        errors = [one for one in _ERROR.findall(text) if not any(map(one.__contains__, _WHAT_FOLLOWED))]
+        killed = [f"exit code {one.exitcode}" for one in self._children if (one.exitcode or 0) < 0]
+        cause = [otherwise, *killed, *_DIED.findall(text), *errors][-1]
+        return f"{cause} (all that it said: {self._log})"
 
     def close(self) -> None:
         """End them, within a bounded time."""
@@ -98,7 +101,8 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):  # its own children are in its group
                 os.killpg(process.pid, signal.SIGKILL)
             process.join(_PATIENCE_S)
-        self._folder.cleanup()
+        if not self._log_stays:
+            shutil.rmtree(self._log.parent, ignore_errors=True)
 
 
 def _core(arguments: dict[str, Any]) -> Any:

@@ -18,12 +18,11 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import save, save_file
-from torch import distributed
 
 from dapo.errors import ConfigError
 from dapo.model.adapters import changing_parameters, has_adapter, save_adapter
 from dapo.rollout.engine import BUCKET_BYTES, EngineError, check_known
-from dapo.rollout.vllm.worker import TIMEOUT, Layout, process_group, unpacked
+from dapo.rollout.vllm.worker import Layout, process_group, store_at, unpacked
 from dapo.util.asynchronous import in_thread
 
 Kind = Literal["auto", "copy", "ipc", "nccl", "files"]
@@ -109,8 +108,8 @@ class WeightTransfer:
             found = await self._tell("adapter", str(folder), elements)
         else:
             found = await self._tell("commit", elements)
-            if torch.cuda.is_initialized():
-                torch.cuda.ipc_collect()  # memory that the workers have let go of
+            if self._kind == "ipc":
+                torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # memory that the workers have let go of
         return dict(min(found, key=lambda one: one["found"]))
 
     async def close(self) -> None:
@@ -124,7 +123,10 @@ class WeightTransfer:
 
     async def _send(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if has_adapter(self._model):
-            self._adapter_tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            for name, tensor in tensors.items():
+                before = self._adapter_tensors.setdefault(name, tensor.to("cpu", copy=True))
+                if not torch.equal(before, tensor.cpu()):
+                    raise EngineError(f"weights: {name} came twice, with other values")
             return
         device = next(iter(tensors.values())).device
         self._kind = chosen(self._kind, device, self._workers)
@@ -145,11 +147,12 @@ class WeightTransfer:
         path.with_suffix(".part").replace(path)
 
     async def _ipc(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        from torch.multiprocessing.reductions import reduce_tensor
+        from torch.multiprocessing import reductions
 
+        reduce: Any = reductions.reduce_tensor
         buffer, layout = self._packed(tensors, device)
         torch.cuda.current_stream(device).synchronize()
-        await self._tell("take", "ipc", layout, pickle.dumps(reduce_tensor(buffer)[1]))
+        await self._tell("take", "ipc", layout, pickle.dumps(reduce(buffer)[1]))
 
     async def _broadcast(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         if self._group is None:
@@ -165,7 +168,7 @@ class WeightTransfer:
 
     async def _join(self, device: torch.device) -> None:
         host, size = "127.0.0.1", 1 + len(self._workers)
-        store = distributed.TCPStore(host, 0, size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+        store = store_at(host, 0, size, first=True)
 
         def join() -> None:
             self._group = process_group(self._kind, store, 0, size)

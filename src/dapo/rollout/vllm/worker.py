@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load, load_file
-from torch import distributed
 
 from dapo.model.adapters import WEIGHTS_FILE, file_key
 from dapo.rollout.engine import EngineError, check_arrived, some_elements
@@ -28,6 +26,7 @@ from dapo.rollout.engine import EngineError, check_arrived, some_elements
 ADAPTER = ("dapo", 1)
 """Name and number that vLLM knows the adapter by. Requests name it, so they stay the same at a new version."""
 
+c10d: Any = torch.distributed  # its stubs lack most of what is used here
 TIMEOUT = timedelta(seconds=60)
 """For a collective operation: the longest that one side waits for the other."""
 
@@ -42,37 +41,42 @@ class Receiver:
 
     def dapo_weights(self, step: str, *args: Any) -> dict[str, Any]:
         """Do a step of :class:`Incoming`; its EngineError comes back as text, not through vLLM's error handling."""
-        state = self.__dict__
-        incoming = state.setdefault("dapo_incoming", None) or Incoming(self)
-        state["dapo_incoming"] = incoming
+        from vllm.config import set_current_vllm_config
+
+        worker: Any = self
+        incoming = worker.__dict__.get("dapo_incoming") or Incoming(worker)
+        worker.dapo_incoming = incoming
         try:
-            return {"found": getattr(incoming, step)(*args)}
+            with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+                found = getattr(incoming, step)(*args)
         except EngineError as error:
             return {"error": str(error)}
+        if worker.device.type == "cuda":
+            torch.cuda.synchronize(worker.device)  # what was sent may be overwritten
+        return {"found": found}
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor is in vLLM's model: rows ``at`` to ``at + height`` of ``module``'s, which are those from ``first``
-    on of what is sent, and of those the columns from ``left`` on, ``width`` of them (0: it has none)."""
+    """Where a tensor is in vLLM's model: in rows ``at`` to ``at + height`` of ``module``'s, which are those from
+    ``first`` on of what is sent, and of those the columns from ``left`` on, ``width`` of them (0: it has none)."""
 
     module: Any
     attribute: str
     at: int
     first: int
     height: int
-    left: int = 0
-    width: int = 0
+    left: int
+    width: int
 
-    def columns(self, version: int, device: torch.device) -> torch.Tensor:
+    def columns(self, version: int) -> list[int]:
         """Those that are looked at, as numbers among the module's own."""
-        step = self.width / _COLUMNS
-        return torch.tensor([int(i * step + 7 * version) % self.width for i in range(_COLUMNS)], device=device)
+        return [(i * self.width // _COLUMNS + 7 * version) % self.width for i in range(_COLUMNS)]
 
     def sample(self, sent: torch.Tensor, version: int) -> torch.Tensor:
         """The part of ``sent`` that is to be found in place."""
         rows = sent[self.first : self.first + self.height]
-        return rows[:, self.left + self.columns(version, sent.device)] if self.width else rows.clone()
+        return rows[:, [self.left + column for column in self.columns(version)]] if self.width else rows.clone()
 
     def read(self, module: Any, version: int) -> Iterator[torch.Tensor]:
         """The same from ``module``, for each way in which that uses it."""
@@ -80,12 +84,11 @@ class _Place:
         if not self.width:
             yield plain[rows]
             return
-        columns = self.columns(version, plain.device)
+        columns = self.columns(version)
         if plain.dim() == 2:
             yield plain[rows][:, columns]
         if plain.device.type == "cpu":  # vLLM multiplies by a packed copy there
-            one_hot = torch.zeros(_COLUMNS, self.width, dtype=plain.dtype)
-            one_hot[torch.arange(_COLUMNS), columns] = 1
+            one_hot = torch.nn.functional.one_hot(torch.tensor(columns), self.width).to(plain.dtype)
             yield module.quant_method.apply(module, one_hot, None).T[rows]
 
 
@@ -93,21 +96,26 @@ class Incoming:
     """New weights of one worker."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
-        self._open = False
-        self._version = -1
+        from vllm.model_executor.model_loader import reload
+
+        self._worker, self._reload = worker, reload
+        self._group: Any = None
+        self._model = worker.model_runner.get_model()
+        self._modules = dict(self._model.named_modules())
+        self._parameters = {name for name, _ in self._model.named_parameters()}
+        self._tied = _tied(self._modules.values())
+        self._open, self._version = False, -1
         self._arrived: dict[str, torch.Tensor] = {}  # some elements of each
         self._before: dict[str, torch.Tensor] = {}  # the same of the last whole update
         self._places: dict[str, _Place | None] = {}
         self._samples: dict[str, torch.Tensor] = {}
-        self._taken: set[str] | None = set()  # parameters of vLLM's; None: this model does not say
-        self._group: Any = None
-        model = worker.model_runner.get_model()
-        self._model, self._modules = model, dict(model.named_modules())
-        self._parameters = {name for name, _ in model.named_parameters()}
-        self._tied = _tied(self._modules)
-        self._in_place: dict[str, torch.Tensor] = {}
-        self._steps = {"files": self._files, "ipc": self._ipc, "group": self._broadcast}
+        self._taken: set[str] | None = None  # parameters of vLLM's; None: this model does not say
+        self._elsewhere: dict[str, torch.Tensor] = {}
+        self._ways: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
+            "files": load_file,
+            "ipc": self._from_handle,
+            "group": self._from_group,
+        }
 
     def describe(self) -> dict[str, Any]:
         """The device, to choose the way by."""
@@ -115,68 +123,59 @@ class Incoming:
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         return {"type": device.type, "uuid": uuid}
 
-    # -- the tensors -----------------------------------------------------------------------------------------------
+    # -- all weights -----------------------------------------------------------------------------------------------
 
     def begin(self, version: int) -> None:
-        """All weights are to come. Until :meth:`commit` nothing may be computed: the model has none meanwhile."""
+        """All are to come. Until :meth:`commit` nothing may be computed: the model has none meanwhile."""
         self._version, self._taken = version, set()
-        self._arrived.clear()
-        self._samples.clear()
-        with self._reloading() as reload:
-            if self._open:  # what an update that failed has left
-                reload.finalize_layerwise_reload(self._model, self._worker.model_config)
-            self._in_place = self._elsewhere()
-            reload.initialize_layerwise_reload(self._model)
+        self._arrived, self._samples = {}, {}
+        if self._open:  # what an update that failed has left
+            self._reload.finalize_layerwise_reload(self._model, self._worker.model_config)
+        self._elsewhere = self._without_place()
+        self._reload.initialize_layerwise_reload(self._model)
         self._open = True
 
     def take(self, way: str, *args: Any) -> None:
-        """Some of them. Raises EngineError: one came twice, with other values, or the model has no such parameter."""
+        """Some of them. Raises EngineError: one came twice, with other values, or vLLM's model does not take it."""
         if not self._open:
             raise EngineError("weights: a tensor came before the beginning of an update")
         fresh: dict[str, torch.Tensor] = {}
-        for name, tensor in self._steps[way](*args).items():
+        for name, tensor in self._ways[way](*args).items():
             elements = some_elements(tensor)
-            if (before := self._arrived.get(name)) is None:
+            if name not in self._arrived:
                 fresh[name] = tensor
-            elif not torch.equal(before, elements):
+            elif not torch.equal(self._arrived[name], elements):
                 raise EngineError(f"weights: {name} came twice, with other values")
             self._arrived[name] = elements
             if name not in self._places:
                 self._places[name] = self._place(name, tensor)
             if (place := self._places[name]) is not None:
                 self._samples[name] = place.sample(tensor, self._version)
-        with self._reloading():
-            try:
-                taken = self._model.load_weights(iter(fresh.items()))
-            except (KeyError, ValueError, AssertionError, RuntimeError) as error:
-                text = f"{type(self._model).__name__} of vLLM does not take {' or '.join(list(fresh)[:3])}"
-                raise EngineError(f"weights: {text}: {type(error).__name__}: {error}") from error
+        try:
+            taken = self._model.load_weights(iter(fresh.items()))
+        except Exception as error:  # each model raises its own
+            text = f"vLLM's {type(self._model).__name__} does not take {' or '.join(list(fresh)[:3])}"
+            raise EngineError(f"weights: {text}: {type(error).__name__}: {error}") from error
         self._taken = None if taken is None or self._taken is None else self._taken | taken
-        self._synchronize()
 
     def commit(self, fingerprint: bytes) -> dict[str, int]:
-        """All have come, and are in use when this returns. Says how many were found in place, and how many there are.
-        Raises EngineError: some are not what was sent, or not in use."""
-        if not self._open:
-            raise EngineError("weights: a commit without a begin")
-        check_arrived(load(fingerprint), {name: elements.cpu() for name, elements in self._arrived.items()})
-        with self._reloading() as reload:
-            reload.finalize_layerwise_reload(self._model, self._worker.model_config)
-            for modules in self._tied.values():  # of which only the first was loaded, and on a CPU packed anew
-                for module in modules:
-                    module.quant_method.process_weights_after_loading(module)
+        """All have come, and are in use when this returns. Says how many were ``found`` in place, of how many
+        ``tensors``. Raises EngineError: some are not what was sent, or not in use."""
+        check_arrived(load(fingerprint), self._arrived)
+        self._reload.finalize_layerwise_reload(self._model, self._worker.model_config)
         self._open = False
-        quantized = self._worker.model_config.quantization is not None
-        if self._taken is not None and not quantized and (nothing := self._parameters - self._taken):
-            raise EngineError(f"weights: {len(nothing)} parameters of vLLM's model got none, such as {min(nothing)}")
-        found = self._check_in_place()
-        self._before = dict(self._arrived)
-        self._samples.clear()
-        self._synchronize()
-        return {"found": found, "tensors": len(self._arrived)}
+        for module in (module for modules in self._tied.values() for module in modules):
+            module.quant_method.process_weights_after_loading(module)  # on a CPU a copy, and vLLM leaves it as it was
+        nothing = self._parameters - (self._parameters if self._taken is None else self._taken)
+        if nothing and self._worker.model_config.quantization is None:
+            raise EngineError(f"weights: {len(nothing)} parameters of vLLM's got none, such as {min(nothing)}")
+        self._check_in_place()
+        found = {"found": len(self._samples), "tensors": len(self._arrived)}
+        self._before, self._samples = self._arrived, {}
+        return found
 
-    def _check_in_place(self) -> int:
-        same: dict[str, torch.Tensor] = {}
+    def _check_in_place(self) -> None:
+        same: dict[str, bool] = {}
         for name, sample in self._samples.items():
             place = self._places[name]
             assert place is not None
@@ -190,20 +189,19 @@ class Incoming:
                 f"weights: {len(lost)} of {len(same)} parameters, such as {lost[0]}, arrived but did not reach vLLM's "
                 "model, which computes with other values"
             )
-        self._check_changed([name for name in self._arrived if name not in self._samples])
-        return len(self._samples)
-
-    def _check_changed(self, names: Sequence[str]) -> None:
-        """Of tensors whose place is not known: if they are others than before, something must be so in the model."""
-        before, now = self._before, self._elsewhere()
-        if not before and self._worker.vllm_config.load_config.load_format != "dummy":
-            return
-        new = [name for name in names if name not in before or not torch.equal(before[name], self._arrived[name])]
-        if new and now and all(torch.equal(elements, self._in_place[name]) for name, elements in now.items()):
+        if not self._before and self._worker.vllm_config.load_config.load_format != "dummy":
+            return  # it may have been loaded with the same
+        before, now = self._before, self._without_place()
+        new = [
+            name
+            for name, elements in self._arrived.items()
+            if name not in self._samples and (name not in before or not torch.equal(before[name], elements))
+        ]
+        if new and now and all(torch.equal(elements, self._elsewhere[name]) for name, elements in now.items()):
             text = f"{len(new)} parameters, such as {new[0]}, arrived but nothing changed in vLLM's model"
             raise EngineError(f"weights: {text}")
 
-    def _elsewhere(self) -> dict[str, torch.Tensor]:
+    def _without_place(self) -> dict[str, torch.Tensor]:
         """Some elements of the parameters of modules where no tensor has its known place."""
         known = {place.module for place in self._places.values() if place is not None}
         return {
@@ -282,48 +280,38 @@ class Incoming:
 
     # -- the ways --------------------------------------------------------------------------------------------------
 
-    def _files(self, path: str) -> dict[str, torch.Tensor]:
-        return load_file(path)
-
-    def _ipc(self, layout: Layout, handle: bytes) -> dict[str, torch.Tensor]:
+    def _from_handle(self, layout: Layout, handle: bytes) -> dict[str, torch.Tensor]:
         """From memory of the learner's on the same GPU, which it uses again when this returns."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         args = list(pickle.loads(handle))
         args[6] = self._worker.device.index  # the number of the GPU may differ between the two
-        return unpacked(rebuild_cuda_tensor(*args).clone(), layout)
+        rebuild: Any = rebuild_cuda_tensor
+        return unpacked(rebuild(*args).clone(), layout)
 
     def join(self, backend: str, host: str, port: int, size: int) -> None:
         """Be one of ``size`` in a group of processes of which the learner is the first."""
-        store = distributed.TCPStore(host, port, size, is_master=False, timeout=TIMEOUT)
-        self._group = process_group(backend, store, self._worker.rank + 1, size)
+        self._group = process_group(backend, store_at(host, port, size), self._worker.rank + 1, size)
 
-    def _broadcast(self, layout: Layout, size: int) -> dict[str, torch.Tensor]:
+    def _from_group(self, layout: Layout, size: int) -> dict[str, torch.Tensor]:
         buffer = torch.empty(size, dtype=torch.uint8, device=self._worker.device)
         self._group.broadcast(buffer, 0).wait()
         return unpacked(buffer, layout)
 
-    @contextmanager
-    def _reloading(self) -> Iterator[Any]:
-        """In the state in which vLLM loads weights; gives its module for loading layer by layer."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader import reload
 
-        with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
-            yield reload
-
-    def _synchronize(self) -> None:
-        if self._worker.device.type == "cuda":
-            torch.cuda.synchronize(self._worker.device)
+def store_at(host: str, port: int, size: int, first: bool = False) -> Any:
+    """Where the processes of a group find each other; the ``first`` makes it (``port`` 0: any that is free)."""
+    return c10d.TCPStore(host, port, size, is_master=first, timeout=TIMEOUT, wait_for_workers=False)
 
 
 def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
     """Of its own, beside those of vLLM and of the learner."""
+    store = c10d.PrefixStore("dapo", store)
     if backend == "gloo":  # in tests, without a GPU
-        return distributed.ProcessGroupGloo(distributed.PrefixStore("dapo", store), rank, size, TIMEOUT)
-    options = distributed.ProcessGroupNCCL.Options()
+        return c10d.ProcessGroupGloo(store, rank, size, TIMEOUT)
+    options = c10d.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
-    return distributed.ProcessGroupNCCL(distributed.PrefixStore("dapo", store), rank, size, options)
+    return c10d.ProcessGroupNCCL(store, rank, size, options)
 
 
 def unpacked(buffer: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
@@ -355,11 +343,11 @@ def _shard(total: int, part: int, rank: int, ranks: int) -> int | None:
     return rank // (ranks // shards) * part  # where there are more ranks than parts, some have the same
 
 
-def _tied(modules: Mapping[str, Any]) -> dict[Any, list[Any]]:
+def _tied(modules: Iterable[Any]) -> dict[Any, list[Any]]:
     """Modules whose matrix is an earlier one's, by that one."""
     first: dict[int, Any] = {}
     found: dict[Any, list[Any]] = {}
-    for module in modules.values():
+    for module in modules:
         weight = module._parameters.get("weight")
         if weight is not None and weight.numel():
             owner = first.setdefault(weight.data_ptr(), module)
