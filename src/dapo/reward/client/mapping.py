@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dapo.config.reward import FIELD, fields_of
@@ -22,7 +23,7 @@ _NOTHING = object()
 
 def fill(template: Any, calls: Sequence[Call]) -> Any:
     """A body for ``calls``. Raises RewardError: a row lacks a key of the template."""
-    return filled(template, FIELD, [lambda found, call=call: _value(found, call) for call in calls])
+    return filled(template, FIELD, [partial(_value, call=call) for call in calls])
 
 
 def unfillable(template: Any, prompts: Sequence[Prompt]) -> list[Doubt]:
