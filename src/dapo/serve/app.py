@@ -256,6 +256,7 @@ async def serve(
 
     async def start() -> None:
         service.loaded = await asyncio.to_thread(load)
+        service.loaded.prompting.template.decode(())  # reads the vocabulary, which would hold up the first answer
         gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
         say(f"serving {', '.join(service.loaded.doors)}, up to {service.loaded.context} tokens a sample")
 
