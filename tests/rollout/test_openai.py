@@ -296,6 +296,35 @@ def test_a_server_that_shows_no_sign_of_life_is_not_waited_for(monkeypatch: pyte
         samples_of(answer, give_up_after_s=0.1)
 
 
+def test_a_service_of_the_users_own_can_be_evaluated_with_a_mapping() -> None:
+    """As Triton's generate has it."""
+
+    async def answer(what: str, body: Any) -> tuple[str, Any]:
+        return "200 OK", {"text_output": "abc" if body["text_input"] == "Q: cd" else 3}
+
+    more = {"max_tokens": "$max_tokens", "temperature": "$temperature", "random_seed": "$seed", "stop_words": "$stop"}
+    request = {"text_input": "Q: $prompt", "parameters": more}
+    found, server = samples_of(answer, tokenizer=Letters(), request=request, text="text_output")
+    assert sorted((s.index, tuple(s.token_ids.tolist())) for s in found) == [(i, (1, 2, 3)) for i in range(3)]
+    assert {what for what, _ in server.asked} == {"POST /"}
+    assert sorted(body["parameters"]["random_seed"] for _, body in server.asked) == sorted(s % 2**63 for s in SEEDS)
+    assert server.asked[0][1]["parameters"] | {"random_seed": 0} == {
+        **{"max_tokens": 6, "temperature": 1.0, "random_seed": 0, "stop_words": []}
+    }
+    for changes, said in (
+        ({"text": "output"}, r"has no 'output' \(rollout.text=output\)"),
+        ({"request": {"text_input": "$prompt"}}, "text was expected .rollout.text=text_output., got int 3"),
+    ):
+        with pytest.raises(RemoteError, match=said):
+            samples_of(answer, tokenizer=Letters(), **({"request": request, "text": "text_output"} | changes))
+
+    async def start() -> None:
+        await OpenAIEngine(config_of("http://127.0.0.1:1", request=request), 20).start([3], 10)
+
+    with pytest.raises(RemoteError, match=r"rollout\.request: such a server takes no weights"):
+        asyncio.run(start())
+
+
 def test_a_server_of_text_alone_can_be_evaluated() -> None:
     answer = always({"index": 0, "text": "abc", "finish_reason": "stop"})
     found, server = samples_of(answer, tokenizer=Letters())
@@ -368,6 +397,8 @@ def test_a_trial_says_what_a_server_lacks(monkeypatch: pytest.MonkeyPatch) -> No
         ({"engine": "native"}, "rollout.url: goes with rollout.engine=openai"),
         ({"url": "no-address"}, "must be the address of a server"),
         ({"url": "http://user:word@host"}, "rollout.token_env"),
+        ({"request": {"text": "$prompt", "n": "$many"}}, r"\$many is no field of a request; known are"),
+        ({"request": {"text": "x"}}, r"it must send \$prompt"),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dapo.config.data import DataItem, Files
 from dapo.config.secrets import is_secret
-from dapo.config.section import Named, OneOf, PathText, Section, check_address
+from dapo.config.section import JsonMapping, Named, OneOf, PathText, Section, check_address
 
 MOST_STALE = 64
 """Versions that a token which is trained on may be old at most."""
@@ -69,6 +71,17 @@ def _is_an_address(value: str) -> str:
     return value
 
 
+ASKED = re.compile(r"\$(?:prompt|max_tokens|temperature|top_p|seed|stop)\b")
+
+
+def _can_be_filled(value: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(value)
+    if (other := re.search(r"\$[A-Za-z_]\w*", ASKED.sub("", text))) or "$prompt" not in text:
+        what = f"{other[0]} is no field of a request" if other else "it must send $prompt"
+        raise ValueError(f"{what}; known are $prompt, $max_tokens, $temperature, $top_p, $seed and $stop")
+    return value
+
+
 class RolloutConfig(Section):
     engine: Annotated[PathText, AfterValidator(OneOf(("native", "vllm", "openai")))] = "native"
     """What samples in training: this process, processes of vLLM beside it, or with `openai` the server at
@@ -85,6 +98,12 @@ class RolloutConfig(Section):
     """Environment variable that holds the bearer token of the server."""
     model: str | None = None
     """Name that the server has for the model. null: that of the only one it has."""
+    request: Annotated[JsonMapping, AfterValidator(_can_be_filled)] | None = None
+    """For evaluations on a server that does not speak OpenAI's API, such as Triton's `generate`: the body of a POST to
+    rollout.url, in which `$prompt` (text), `$max_tokens`, `$temperature`, `$top_p`, `$seed` and `$stop` are filled in
+    as in `reward.request`."""
+    text: str = "text"
+    """With `request`: where the text of the response stands in the reply; dots lead into mappings."""
     timeout_s: float = Field(1800.0, gt=0)
     """Longest time for one request to the server, such as all responses to a prompt."""
     give_up_after_s: float = Field(120.0, gt=0)

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
@@ -23,6 +23,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from dapo.config import Config
+from dapo.config.sections import ASKED
 from dapo.errors import UserError
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, Sampling, fault_of
@@ -30,6 +31,8 @@ from dapo.util.asynchronous import in_thread
 from dapo.util.http.backoff import Pauses
 from dapo.util.http.connections import HttpConnections, token_in, whole
 from dapo.util.http.faults import BadReply, Fault, Refusal, from_json, one_line
+from dapo.util.http.mapping import filled, pick
+from dapo.util.http.mapping import shown as told
 from dapo.util.http.replies import checked
 from dapo.util.http.secrecy import Secrets, shown
 
@@ -88,7 +91,8 @@ class OpenAIEngine:
         self._vocabulary, self._stop_ids, self._tokenizer = vocabulary or 2**31, list(stop_ids), tokenizer
         token = token_in(rollout.token_env, "rollout.token_env", RemoteError)
         self._blanked = Secrets(token, "").blanked
-        self._url = (rollout.url or "").rstrip("/").removesuffix("/v1")
+        url = rollout.url or ""
+        self._url = url if rollout.request else url.rstrip("/").removesuffix("/v1")
         self._sampling, self._control = (
             HttpConnections(token, rollout.max_concurrent_samples),
             HttpConnections(token, 2),
@@ -105,6 +109,10 @@ class OpenAIEngine:
     async def start(self, prompt_ids: Sequence[int], longest: int) -> None:
         """Try all that training needs of the server but new weights. ``longest``: tokens of prompt and response.
         Raises RemoteError: what is missing."""
+        if self._rollout.request is not None:
+            raise RemoteError(
+                "rollout.request: such a server takes no weights; it can be evaluated, not trained through"
+            )
         await self._name()
         if self._longest < longest:
             text = f"takes {self._longest} tokens, but prompt and response may have {longest}"
@@ -174,6 +182,8 @@ class OpenAIEngine:
         sampling, seeds, since = request.sampling, [request.seeds[place] for place in places], self.version
         if sampling.top_logprobs or request.drafts:
             raise EngineError("rollout.engine=openai neither reports the most likely tokens nor continues samples")
+        if (template := self._rollout.request) is not None:
+            return await self._ask_for_text(template, request, places[0])
         await self._name()
         maybe = {"top_k": sampling.top_k, "min_p": sampling.min_p, "stop": list(sampling.stop)}
         maybe |= {"stop_token_ids": self._stop_ids}
@@ -198,8 +208,21 @@ class OpenAIEngine:
         found: list[Sample] = await self._call("POST /v1/completions", body, take)
         return found
 
+    async def _ask_for_text(self, template: dict[str, Any], request: Request, place: int) -> list[Sample]:
+        sampling, prompt = request.sampling, self._tokenizer.decode(request.prompt_ids)
+        known = asdict(sampling) | {"prompt": prompt, "seed": request.seeds[place] % 2**63, "stop": list(sampling.stop)}
+
+        def take(reply: Any) -> list[Sample]:
+            if not isinstance(text := pick(reply, self._rollout.text, "rollout.text"), str):
+                raise BadReply(f"text was expected (rollout.text={self._rollout.text}), got {told(text)}")
+            return [self._sample(request, place, _Choice(index=0, finish_reason="stop", text=text), self.version)]
+
+        body = filled(template, ASKED, [lambda found: known[found[0][1:]]])
+        found: list[Sample] = await self._call("POST ", body, take)
+        return found
+
     async def _name(self) -> None:
-        if not self._model:
+        if not self._model and self._rollout.request is None:
             await self._call("GET /v1/models", take=self._find)
 
     def _find(self, reply: Any) -> None:
@@ -227,7 +250,7 @@ class OpenAIEngine:
             ids, logprobs = self._tokenizer.encode(choice.text, add_special_tokens=False), None
         elif len(ids) > sampling.max_tokens or (reason == "length" and len(ids) < sampling.max_tokens):
             raise BadReply(f"a response of {len(ids)} tokens came ({reason}), where {sampling.max_tokens} may be")
-        if {len(ids)} != {len(column) for column in (ids, logprobs, versions) if column}:
+        if any(len(column) != len(ids) for column in (logprobs, versions) if column):
             many = f"{len(ids)} token ids, {len(logprobs or ())} log-probabilities and {len(versions)} versions"
             raise BadReply(f"{many} came")
         columns = np.array(ids, np.int32), np.array(logprobs or [0.0] * len(ids), np.float32)
@@ -307,8 +330,8 @@ class OpenAIEngine:
     ) -> Any:
         """What ``take`` makes of the reply to method and path. Raises RemoteError: it broke the contract, did not come
         within the limits, or asking again is no use."""
-        name, (method, path) = f"policy server {shown(self._url)}", what.split()
-        connections = self._sampling if path == "/v1/completions" else self._control
+        name, (method, path) = f"policy server {shown(self._url)}", what.split(" ")
+        connections = self._sampling if path in ("", "/v1/completions") else self._control
         sent = json.dumps(body).encode() if isinstance(body, dict) else body
         kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
         pauses, limit_s, patience_s = Pauses(0.1, 5.0), self._rollout.timeout_s, self._rollout.give_up_after_s

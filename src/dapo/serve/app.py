@@ -259,6 +259,7 @@ async def serve(
         for door in served.doors.values():
             await door.start()
         service.loaded = served
+        service.loaded.prompting.template.decode(())  # reads the vocabulary, which would hold up the first answer
         gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
         say(f"serving {', '.join(service.loaded.doors)}, up to {service.loaded.context} tokens a sample")
 

@@ -153,12 +153,11 @@ class PagedDecoder:
     def _drafts(self, told: Told | None) -> Callable[[], list[tuple[int, Draft]]]:
         """Has the device send them; what is returned waits until they are here."""
         waiting = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens)]
-        rows = [row for row, s in self._rows.items() if self._generated[row] and (told is None or s.key in told)]
-        fetch = self._runner.fetch(rows, [int(self._generated[row]) for row in rows], 0) if rows else None
-        sequences = [self._rows[row] for row in rows]
+        rows = {row: s for row, s in self._rows.items() if self._generated[row] and (told is None or s.key in told)}
+        fetch = self._runner.fetch(list(rows), [int(self._generated[row]) for row in rows], 0) if rows else None
 
         def arrived() -> list[tuple[int, Draft]]:
-            every = waiting + list(zip(sequences, fetch.result() if fetch else (), strict=True))
+            every = waiting + list(zip(rows.values(), fetch.result() if fetch else (), strict=True))
             asked = ((s, response) for s, response in every if told is None or s.key in told)
             return [(s.key, s.draft(r, told_of(told, s.key, s.request.id, s.index))) for s, r in asked]
 
@@ -182,10 +181,11 @@ class PagedDecoder:
             return
         steps = self._grow()
         self._compact()
-        rows = max(self._rows) + 1
         self.decode_steps += steps
-        variant = Variant.of([sequence.request.sampling for sequence in self._rows.values()])
-        self._runner.run(self._runner.rung(rows), steps, variant, self._tables.table)
+        asked = [sequence.request.sampling for sequence in self._rows.values()]
+        truncates = any(one.top_k or one.top_p < 1 or one.min_p for one in asked)
+        variant = Variant(truncates, max(one.top_logprobs for one in asked))
+        self._runner.run(self._runner.rung(max(self._rows) + 1), steps, variant, self._tables.table)
         yield [*self.finished(), *drafts()]
         self._collect()
 

@@ -47,11 +47,6 @@ class Variant:
     truncate: bool = False
     top: int = 0
 
-    @classmethod
-    def of(cls, rows: Sequence[Sampling]) -> Variant:
-        truncate = any(one.top_k or one.top_p < 1 or one.min_p for one in rows)
-        return cls(truncate, max(one.top_logprobs for one in rows))
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
