@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,6 +45,7 @@ SETTINGS = {
 }
 
 
+@functools.cache
 def model_of(seed: int) -> Any:
     """The plain model; seed 0 is that of the folder."""
     return random_model("qwen2", seed, vocab_size=VOCABULARY, **SHAPE)
@@ -91,7 +94,7 @@ class Subject:
         """Largest difference of log-probabilities to the trainer's float32 forward pass, in nats."""
         told = tuple(replace(s, reward=Reward(None, 0.0), advantage=0.0) for s in samples)
         batch = pack([Group(0, Prompt(0, "", request.prompt_ids), told)])
-        policy = Policy(load_model(model_of(self.seed)), request.sampling.temperature, 4096)
+        policy = Policy(load_model(copy.deepcopy(model_of(self.seed))), request.sampling.temperature, 4096)
         found = measure_mismatch(batch, policy.logprobs(batch), version=self.engine.version)
         assert found.tokens == sum(s.length for s in samples), "some tokens are of another version"
         return found.maximum

@@ -254,7 +254,7 @@ def test_streams_of_cancelled_requests_end_and_unknown_ids_are_ignored(subject: 
 
 @who("drafts", "cancel keeps tokens", "continue")
 def test_cancelled_samples_keep_their_tokens_and_are_continued(subject: Subject) -> None:
-    request = subject.request(range(30, 40), range(10), LONG)
+    request = subject.request(range(30, 40), range(100), LONG)
 
     async def cut() -> tuple[list[Any], list[Draft]]:
         stream = subject.engine.stream([request])
@@ -271,7 +271,7 @@ def test_cancelled_samples_keep_their_tokens_and_are_continued(subject: Subject)
     assert drafts and not {d.index for d in drafts} & set(whole)
     grown = {d.index: len(d.token_ids) for d in found if isinstance(d, Draft)}
     assert all(len(d.token_ids) >= grown.get(d.index, 0) for d in drafts), "tokens that were told of are lost"
-    left = [index for index in range(10) if index not in whole]
+    left = [index for index in range(100) if index not in whole]
     again = tuple(replace(d, index=left.index(d.index)) for d in drafts)
     rest = subject.request(request.prompt_ids, [request.seeds[i] for i in left], LONG, drafts=again)
     continued = subject.samples(rest)
