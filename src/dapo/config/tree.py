@@ -291,7 +291,7 @@ def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
         steps, warmup, rate = training.steps, training.warmup_steps, training.learning_rate
         found.append(
             f"training.warmup_steps={warmup} is not below training.steps={steps}: the learning rate rises during the "
-            f"whole run, to at most {rate * steps / warmup:.3g}; use training.warmup_steps={steps // 10}"
+            f"whole run, to at most {rate * (steps / warmup):.3g}; use training.warmup_steps={steps // 10}"
         )
     if config.runtime.deterministic and training.minutes is not None and training.final_learning_rate is not None:
         found.append(

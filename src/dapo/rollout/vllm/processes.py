@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -46,6 +47,7 @@ class Processes:
         self._log.touch()
         self._log_stays = False
         self._children: list[Any] = []
+        self.core: Any = None
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         if device.type == "cpu":
             variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
@@ -53,26 +55,25 @@ class Processes:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(_visible()[device.index :])
         with _starting, environment(variables), self._quiet():
             before = set(multiprocessing.active_children())
+            thread = ThreadPoolExecutor(1)  # this one may have an event loop, which vLLM would take for that of the run
             try:
-                # not in a thread that has an event loop, which vLLM would take for that of the run
-                with ThreadPoolExecutor(1) as thread:
-                    self.core = thread.submit(_core, dict(arguments)).result()
-            except BaseException as error:
-                self._children = [one for one in multiprocessing.active_children() if one not in before]
+                self.core = thread.submit(_core, dict(arguments)).result()
+            except Exception as error:
                 words = self.last_words(first_line(error))
-                self.close()
-                if isinstance(error, Exception):
-                    raise StartError(f"rollout.engine=vllm: vLLM does not start: {words}") from error
-                raise
-            self._children = [one for one in multiprocessing.active_children() if one not in before]
+                raise StartError(f"rollout.engine=vllm: vLLM does not start: {words}") from error
+            finally:
+                self._children = [one for one in multiprocessing.active_children() if one not in before]
+                if self.core is None:
+                    self.close()
+                thread.shutdown(wait=False)  # it ends with the processes
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
         """Inside, what this process and those that it starts say of vLLM goes to the log."""
         logger, executable = logging.getLogger("vllm"), spawn.get_executable()
         starter = self._log.with_name("python")
-        quoted = (f"'{one}'" for one in (sys.executable, "-P", child.__file__, self._log))
-        starter.write_text(f'#!/bin/sh\nexec {" ".join(quoted)} "$@"\n')
+        quoted = shlex.join([sys.executable, "-P", child.__file__, str(self._log)])
+        starter.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
         starter.chmod(0o700)
         handler = logging.FileHandler(self._log)
         spawn.set_executable(str(starter))
@@ -95,11 +96,12 @@ class Processes:
 
     def close(self) -> None:
         """End them, within a bounded time."""
-        if core := getattr(self, "core", None):
-            core.shutdown(timeout=_PATIENCE_S)
+        if self.core is not None:
+            self.core.shutdown(timeout=_PATIENCE_S)
         for process in self._children:
             with contextlib.suppress(ProcessLookupError):  # its own children are in its group
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.join(_PATIENCE_S)
         if not self._log_stays:
             shutil.rmtree(self._log.parent, ignore_errors=True)
