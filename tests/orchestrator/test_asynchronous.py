@@ -395,7 +395,17 @@ def test_what_is_in_flight_at_a_push(policy: str, place: str) -> None:
     world = Asynchronous(changes, tail=True, colocated="turns" in place, share=0.5)
     cancel, asked = world.engine.cancel, []
     world.engine.cancel = lambda ids: (asked.append(ids), cancel(ids))[1]  # type: ignore[method-assign]
+    update, beside = world.learner.update, []
+
+    async def watched(*given: Any, **named: Any) -> None:
+        spans = world.collector._in_flight.spans  # type: ignore[union-attr]
+        before = spans.seconds.get("sampling", 0.0)
+        await update(*given, **named)
+        beside.append(spans.seconds.get("sampling", 0.0) > before)
+
+    world.learner.update = watched  # type: ignore[method-assign]
     finished(world)
+    assert any(beside) == (place == "side by side")
     stats = [rollout.stats for rollout, _ in world.batches]
     continued, restarted = (sum(getattr(s, name) for s in stats) for name in ("continued", "restarted"))
     assert (continued > 0) == (policy == "keep") and (restarted > 0) == (policy == "restart")

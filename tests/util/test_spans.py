@@ -79,3 +79,24 @@ def test_a_span_that_is_still_open_counts_as_its_role(turn: Callable[[float], No
             assert spans.seconds == {"writing": 2.0, "rest": 1.0}
         turn(4)
         assert spans.seconds == {"writing": 2.0, "rest": 5.0}
+
+
+def test_a_role_that_is_paused_takes_no_time_and_goes_on_unless_it_ends(turn: Callable[[float], None]) -> None:
+    spans = Spans()
+    with spans.counting():
+        with spans("sampling"), spans("scoring"):
+            turn(1)
+            with spans.pausing("sampling"):
+                turn(2)
+                assert spans.seconds == {"sampling": 1.0, "scoring": 3.0, "rest": 0.0}
+            turn(4)
+        ends = spans("sampling")
+        ends.__enter__()
+        turn(8)
+        with spans.pausing("sampling"):
+            turn(16)
+            ends.__exit__(None, None, None)
+        turn(32)
+    seconds, found = spans.cut()
+    assert seconds["sampling"] == 13.0 and seconds["scoring"] == 7.0
+    assert [round(end - begin) for role, begin, end in found if role == "sampling"] == [1, 12]

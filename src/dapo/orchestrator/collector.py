@@ -24,14 +24,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from dapo.config import Config
 from dapo.errors import DataError, StarvedError
 from dapo.orchestrator.dynamic_sampling import DynamicSampling, starved_message
 from dapo.orchestrator.encoded_state import lost, require_lasting
 from dapo.orchestrator.group_sampler import GroupSampler
-from dapo.orchestrator.in_flight import InFlight
+from dapo.orchestrator.in_flight import Hold, InFlight
 from dapo.orchestrator.pending_group import AcceptanceRate, PendingGroup
 from dapo.orchestrator.protocols import PromptSource
 from dapo.orchestrator.rollout_batch import RolloutBatch
@@ -157,7 +157,7 @@ class Collector:
         if not colocated:
             yield
         elif self._config.cache_stays and isinstance(self.engine, InterruptibleEngine):
-            async with self._held("weights"):
+            async with self._held("pause"):
                 await self.engine.pause()
                 yield
                 await self.engine.resume()
@@ -191,7 +191,7 @@ class Collector:
             if self._ledger is not None:
                 self._ledger.decode_steps += self._decode_steps - before
 
-    def _held(self, before: Literal["evaluation", "weights", "sleep"]) -> AbstractAsyncContextManager[None]:
+    def _held(self, before: Hold) -> AbstractAsyncContextManager[None]:
         return self._in_flight.holding(before) if self._in_flight else contextlib.nullcontext()
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class Collector:
         ledger.scores.check(final=True)
         ledger.decode_steps = self._decode_steps - ledger.decode_steps
         at.rate.learn(*ledger.settled_draws())
-        batch = ledger.batch(at.rate.value(), sampler.spans.cut()[1])
+        batch = ledger.batch(at.rate.value(), sampler.in_flight.spans.cut()[1])
         at.starved = ledger.starved and self._config.algorithm.filter_groups.on_starved == "stop"
         at.carried = batch.groups if at.starved else ()
         totals = self._count(batch)

@@ -16,7 +16,6 @@ from dapo.records import Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, EngineError, Request, SampleError, Sampling
 from dapo.rollout.seeds import sample_seed
-from dapo.util.spans import Spans
 from dapo.util.user_code import describe
 
 
@@ -44,8 +43,6 @@ class GroupSampler:
         self.in_flight = in_flight
         self.ledger: DynamicSampling
         """Of the draws that are in flight now."""
-        self.spans = Spans()
-        """Of sampling and scoring."""
         self.restart()
 
     def restart(self) -> None:
@@ -117,12 +114,11 @@ class GroupSampler:
         stream = self._engine.generate([self._request(d) for d in draws])
         wanted = missing = sum(len(d.asked) for d in draws)
         try:
-            with self.spans("sampling"):
-                async for sample in stream:
-                    self._receive(by_number.get(sample.request_id), sample)
-                    missing -= 1
-                    if not missing:
-                        return  # without waiting for the engine to say so
+            async for sample in stream:
+                self._receive(by_number.get(sample.request_id), sample)
+                missing -= 1
+                if not missing:
+                    return  # without waiting for the engine to say so
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -153,7 +149,7 @@ class GroupSampler:
 
     async def _score(self, draw: PendingGroup, sample: Sample) -> None:
         text = self._decode(sample.token_ids.tolist())
-        with self.spans("scoring"):
+        with self.in_flight.spans("scoring"):
             reward = await self._scorer.score(draw.prompt, text, sample.finish_reason)
         draw.scored[sample.index] = replace(sample, text=text, reward=self.ledger.scores.take(reward))
         self._finish_if_whole(draw)

@@ -18,6 +18,10 @@ from dapo.config import Config
 from dapo.orchestrator.pending_group import PendingGroup
 from dapo.records import Sample
 from dapo.rollout.engine import Engine, EngineError, InterruptibleEngine, SampleError, fault_of, in_flight_policy
+from dapo.util.spans import Spans
+
+Hold = Literal["evaluation", "weights", "pause", "sleep"]
+"""What the engine does while nothing more is asked of it."""
 
 
 class InFlight:
@@ -25,6 +29,7 @@ class InFlight:
 
     Attributes:
         interrupted: whether the engine was told to end its streams early.
+        spans: of sampling and scoring.
     """
 
     def __init__(self, engine: Engine, config: Config, go_on: Callable[[], object], vocabulary: int | None) -> None:
@@ -36,6 +41,7 @@ class InFlight:
         self._gate.set()
         self._holds = 0
         self.interrupted = False
+        self.spans = Spans()
 
     @property
     def held(self) -> bool:
@@ -51,25 +57,28 @@ class InFlight:
         for draw in draws:
             draw.since = self._engine.version if draw.since is None else draw.since
         try:
-            yield
+            with self.spans("sampling"):
+                yield
         finally:
             for draw in draws:
                 del self._draws[draw.number]
             self._fewer.set()
 
     @contextlib.asynccontextmanager
-    async def holding(self, before: Literal["evaluation", "weights", "sleep"]) -> AsyncIterator[None]:
+    async def holding(self, before: Hold) -> AsyncIterator[None]:
         """Inside, nothing more is asked of the engine; after an error this stays so. Beside an evaluation what is in
-        flight goes on; at new weights ``rollout.in_flight`` decides; before the engine sleeps nothing may be left."""
+        flight goes on; at new weights and in a pause ``rollout.in_flight`` decides; before the engine sleeps nothing
+        may be left."""
         self._holds += 1
         if self._holds == 1:
             sleep, can_go_on = before == "sleep", isinstance(self._engine, InterruptibleEngine)
             if before != "evaluation" and (self.policy == "drain" or (sleep and not can_go_on)):
                 await self._until_empty()  # streams that have begun are read to their end
             self._gate.clear()
-            if sleep or (before == "weights" and self.policy == "restart"):
+            if sleep or (before != "evaluation" and self.policy == "restart"):
                 await self._interrupt()
-        yield
+        with self.spans.pausing("sampling") if before == "pause" else contextlib.nullcontext():
+            yield
         self._holds -= 1
         if not self._holds:
             self.interrupted = False

@@ -43,8 +43,25 @@ class Spans:
         try:
             yield
         finally:
+            if any(other is span for other in self._open):  # not while it is paused
+                self._end(span)
             self._open = [other for other in self._open if other is not span]
+            span[1] = None
+
+    @contextlib.contextmanager
+    def pausing(self, role: str) -> Iterator[None]:
+        """Inside, spans of ``role`` that are open do not go on."""
+        paused = [span for span in self._open if span[0] == role]
+        for span in paused:
             self._end(span)
+        self._open = [span for span in self._open if span[0] != role]
+        try:
+            yield
+        finally:
+            for span in paused:
+                if span[1] is not None:  # it did not end meanwhile
+                    span[1] = time.perf_counter()
+                    self._open.append(span)
 
     def _end(self, span: list[Any]) -> None:
         (role, began), ended = span, time.perf_counter()
