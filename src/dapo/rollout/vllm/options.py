@@ -153,12 +153,14 @@ def engine_arguments(
 
 def _memory(config: Config, model_config: Any, tokens: int, spare_bytes: int) -> dict[str, Any]:
     """How much vLLM may take for keys and values, of ``tokens`` at most."""
-    device = engine_device(config)
-    if (size := cache_bytes(config)) is not None:
-        return {"kv_cache_memory_bytes": size}
-    if device.type == "cuda":
+    device, size = engine_device(config), cache_bytes(config)
+    given: dict[str, Any] = {} if size is None else {"kv_cache_memory_bytes": size}
+    if device.type == "cuda":  # the share has to be free at the start, also where it is not what the cache gets
         free, total = torch.cuda.mem_get_info(device)
-        return {"gpu_memory_utilization": round(max(0.05, 0.92 * (free - spare_bytes) / total), 3)}
+        share = round(max(0.05, 0.92 * (free - spare_bytes) / total), 3)
+        return given | {"gpu_memory_utilization": share, "max_num_batched_tokens": 8192}
+    if size is not None:
+        return given
     text = model_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
