@@ -146,6 +146,23 @@ def test_a_group_of_processes_and_ranks_that_have_parts(ranks: int, monkeypatch:
         assert vllm.engine._transfer._group is not None
 
 
+@pytest.mark.vllm
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "name, shape", [("gpt2", {"n_embd": 64, "n_head": 2}), ("qwen3", {"head_dim": 32, "hidden_size": 64})]
+)
+def test_models_that_vllm_lays_out_in_other_ways(name: str, shape: dict[str, int]) -> None:
+    for vllm in started(random_model(name, **shape)):
+        for _ in range(2):
+            vllm.change(1e-3)
+            vllm.push()
+            assert vllm.mismatch() < 1e-4
+        vllm.call("dapo_fault", "nowhere")
+        vllm.change(1e-3)
+        with pytest.raises(EngineError, match="arrived but did not reach"):
+            vllm.push()
+
+
 # -- without vLLM --------------------------------------------------------------------------------------------------
 
 
