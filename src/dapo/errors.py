@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """Something in the input is wrong. The message says what, where (file, line, key) and what would work."""
@@ -39,6 +42,15 @@ def install(extra: str) -> str:
     """The command that installs an optional extra. Where this package is installed, from a wheel or a clone, pip adds
     only what the extra names."""
     return f"pip install 'dapo-rl[{extra}]'"
+
+
+@contextmanager
+def extra(name: str, what: str, error: type[UserError] = ConfigError) -> Iterator[None]:
+    """Around imports that ``what`` needs. Raises ``error``: the extra ``name`` is not installed."""
+    try:
+        yield
+    except ImportError as lacking:
+        raise error(f"{what} needs {lacking.name}, which is not installed: {install(name)}") from None
 
 
 def shortened(text: str, most: int, mark: str = "...") -> str:

@@ -42,6 +42,8 @@ from dapo.training.packing import pack_demonstrations
 from dapo.training.policy import Policy
 from helpers import random_model
 
+OWN = f"{own_methods.__file__}:PlainEngine"
+
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -83,7 +85,19 @@ def test_a_good_recipe_has_every_check_pass(case: Path) -> None:
     names = {one["name"] for one in findings}
     assert names >= {
         *("recipe", "settings", "files", "run-folder", "device", "tokenizer", "architecture", "vocabulary", "padding"),
-        *("stop-tokens", "rows", "overlap", "prompt", "bos", "context", "disk", "memory", "weights", "reward"),
+        *(
+            "engine",
+            "stop-tokens",
+            "rows",
+            "overlap",
+            "prompt",
+            "bos",
+            "context",
+            "disk",
+            "memory",
+            "weights",
+            "reward",
+        ),
         *("gold-is-right", "shuffled-is-wrong", "empty-is-wrong", "agreement"),
     }
     assert sorted(str(path) for path in case.rglob("*")) == before, "it writes nothing"
@@ -104,6 +118,32 @@ def test_a_planted_mistake_is_told_by_name_and_nothing_else_is(case: Path, what:
     if mistake.name == "chat-template":
         assert "template=plain" not in one["found"], "the fix is told once"
     assert done.exit_code == {"warn": 0, "fail": 2 if one["area"] in ("recipe", "data") else 1}[mistake.status]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason", "status", "said"),
+    [
+        ((), None, "pass", "native covers Qwen2, Qwen2.5; vLLM is "),
+        (("rollout.engine=openai", "rollout.url=http://127.0.0.1:1"), None, "pass", "the engine of the server has to"),
+        ((f"rollout.engine={OWN}",), None, "pass", "yours, what it covers is not known; native covers"),
+        (("rollout.engine=vllm",), None, "pass", "vLLM 9.9 covers Qwen2ForCausalLM; native covers"),
+        (("rollout.engine=vllm",), "it does not know", "fail", "vLLM does not cover the model: it does not know"),
+        (("rollout.engine=vllm",), ConfigError("not installed"), "fail", "not installed; native covers Qwen2"),
+    ],
+)
+def test_which_engine_covers_the_model_is_told_with_the_reason(
+    case: Path, settings: tuple[str, ...], reason: Any, status: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def why_not(model_config: Any, tensor_parallel: int) -> str | None:
+        if isinstance(reason, Exception):
+            raise reason
+        return None if reason is None else str(reason)
+
+    monkeypatch.setattr("dapo.rollout.vllm.options.why_not", why_not)
+    monkeypatch.setattr("dapo.checks.model.version", lambda name: "9.9")
+    (found,) = [one for one in doctor(*settings) if one["name"] == "engine"]
+    assert found["status"] == status and said in found["found"]
+    assert ("rollout.engine=native" in found["fix"]) == (status == "fail")
 
 
 def test_at_least_25_mistakes_are_planted() -> None:
@@ -472,9 +512,6 @@ def test_plain_lines_where_there_is_no_terminal(case: Path) -> None:
 
 def _context() -> CheckContext:
     return CheckContext(build_config({"model": {"path": "m"}}))
-
-
-OWN = f"{own_methods.__file__}:PlainEngine"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +69,37 @@ def test_bytes_that_are_no_text_come_at_the_end_at_the_latest(data: bytes, cuts:
     pieces = Pieces(bytes_of)
     told = "".join(pieces.join(some) for some in in_cuts(list(data), cuts)) + pieces.join([], last=True)
     assert told == bytes_of(data)
+
+
+@given(SNIPPETS, CUTS)
+def test_text_comes_as_soon_as_it_is_whole_as_by_reading_everything_each_time(
+    snippets: list[str], cuts: list[int]
+) -> None:
+    pieces, told, read = Pieces(bytes_of), "", list[int]()
+    for some in in_cuts(list("".join(snippets).encode()), cuts):
+        read += some
+        told += pieces.join(some)
+        assert told == bytes_of(read).rstrip("\ufffd")
+
+
+@pytest.mark.parametrize(
+    "one",
+    [[*"é€😀".encode()], [0x80], [*"\ufffd".encode()], [0xF0, 0x9F], [97]],
+    ids=["characters of several tokens", "no text", "the sign for no text", "halves", "letters"],
+)
+@pytest.mark.parametrize("each", [False, True])
+def test_text_that_never_closes_is_read_in_linear_time(one: list[int], each: bool) -> None:
+    read = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal read
+        read += len(ids)
+        return bytes_of(ids)
+
+    ids, pieces = (one * 4000)[:4000], Pieces(decode)
+    told = pieces.add(ids) if each else [pieces.join(ids[at : at + 3]) for at in range(0, len(ids), 3)]
+    assert "".join(told) + pieces.join([], last=True) == bytes_of(ids)
+    assert read < 30 * len(ids)
 
 
 def draft(ids: Sequence[int], last: bool) -> Draft | Sample:

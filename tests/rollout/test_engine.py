@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from dapo.records import Sample
 from dapo.rollout.engine import (
     Draft,
     EngineError,
-    InterruptibleEngine,
     Request,
     Sampling,
     hand_over,
@@ -51,10 +49,6 @@ def collect(engine: NativeEngine, requests: list[Request]) -> dict:
     return asyncio.run(run())
 
 
-def test_it_implements_the_protocol() -> None:
-    assert isinstance(make_engine(), InterruptibleEngine)
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     requests=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6),
@@ -81,17 +75,6 @@ def test_every_requested_sample_comes_back_exactly_once(requests, slots, determi
         assert s.finish_reason == ("stop" if stopped else "length")
         assert stopped or s.length == limit
         assert not set(s.token_ids[:-1].tolist()) & {1, 2, 3, 4}
-
-
-def test_a_stop_token_in_the_last_place_is_a_stop() -> None:
-    """algorithm.md: a response whose stop token is the L_max-th is not truncated. Here every token stops."""
-    found = collect(make_engine(stop=range(48)), [Request(0, (5, 6), (1, 2), Sampling(1.0, 1))])
-    assert [(s.length, s.finish_reason, s.truncated) for s in found.values()] == [(1, "stop", False)] * 2
-
-
-def test_the_limit_without_a_stop_token_is_a_truncation() -> None:
-    found = collect(make_engine(stop=()), [Request(0, (5, 6), (1,), Sampling(1.0, 8))])
-    assert [(s.length, s.finish_reason, s.truncated) for s in found.values()] == [(8, "length", True)]
 
 
 def test_a_sample_depends_on_its_seed_alone() -> None:
@@ -133,58 +116,6 @@ def test_stored_prompts_are_released_with_their_last_sample() -> None:
     assert not waiting.prompt.keys
 
 
-def test_two_streams_are_served_side_by_side() -> None:
-    async def run() -> None:
-        engine = make_engine()
-
-        async def one(first: int) -> list[int]:
-            requests = [Request(first + i, (5, 6), (1, 2, 3), PLAIN) for i in range(3)]
-            return sorted([s.request_id async for s in engine.generate(requests)])
-
-        assert await asyncio.gather(one(0), one(10)) == [[0] * 3 + [1] * 3 + [2] * 3, [10] * 3 + [11] * 3 + [12] * 3]
-        await engine.close()
-
-    asyncio.run(run())
-
-
-def test_leaving_a_stream_cancels_the_rest_of_it() -> None:
-    async def run() -> None:
-        engine = make_engine(slots=2)
-        stream = engine.generate([Request(0, (5,), tuple(range(500)), Sampling(1.0, 30))])
-        async for _ in stream:
-            break
-        await stream.aclose()
-        started = time.perf_counter()
-        rest = [s async for s in engine.generate([Request(7, (5,), (1,), PLAIN)])]
-        assert [s.request_id for s in rest] == [7]
-        assert time.perf_counter() - started < 5
-        assert not engine._decoder.busy
-        await engine.close()
-
-    asyncio.run(run())
-
-
-def test_new_weights_are_used_and_tagged_at_once() -> None:
-    """Failures 36: after an update the engine's log-probabilities are those of the new weights."""
-
-    async def run() -> None:
-        engine = make_engine(slots=1)
-        changed = {name: p + 0.05 * torch.randn_like(p) for name, p in MODEL.named_parameters()}
-        versions, stream = [], engine.generate([Request(0, (5, 6), (1, 2, 3), Sampling(1.0, 20))])
-        async for sample in stream:
-            versions.append(sorted(set(sample.versions.tolist())))
-            if len(versions) == 1:
-                await hand_over(engine, 7, changed.items())
-        assert versions[0] == [0]
-        assert versions[-1] == [7]
-        assert engine.version == 7
-        for name, parameter in engine._decoder.model.named_parameters():
-            assert torch.equal(parameter, changed[name])
-        await engine.close()
-
-    asyncio.run(run())
-
-
 def test_new_weights_reach_the_head_that_is_held_in_float32() -> None:
     """An engine in bfloat16 that is given weights samples as one that was made with them, log-probabilities and all."""
     changed = load_model(random_model("qwen2", num_hidden_layers=1, seed=5))
@@ -204,27 +135,6 @@ def test_new_weights_reach_the_head_that_is_held_in_float32() -> None:
     for index, sample in found.items():
         assert sample.token_ids.tolist() == expected[0, index].token_ids.tolist()
         assert sample.logprobs.tolist() == expected[0, index].logprobs.tolist()
-
-
-@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
-def test_weights_that_do_not_fit_are_refused(fault: str) -> None:
-    tensors = dict(MODEL.named_parameters())
-    name = next(iter(tensors))
-    tensor = tensors.pop(name)
-    if fault == "unknown":
-        tensors[name], tensors["other.weight"] = tensor, tensor
-    elif fault == "shape":
-        tensors[name] = tensor[:1]
-
-    async def run() -> None:
-        engine = make_engine()
-        expected = "other.weight" if fault == "unknown" else name
-        with pytest.raises(EngineError, match=expected):
-            await hand_over(engine, 1, tensors.items())
-        assert engine.version == 0
-        await engine.close()
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -253,31 +163,6 @@ def test_weights_that_do_not_fit_are_refused(fault: str) -> None:
 def test_a_request_that_cannot_be_served_is_refused(request_: Request, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         collect(make_engine(), [request_])
-
-
-def test_the_likeliest_tokens_come_with_the_sample() -> None:
-    """Against the plain model; the next request, which does not ask, has none."""
-    plain = random_model("qwen2", num_hidden_layers=1)
-    asks = Sampling(0.5, 6, top_k=1, top_logprobs=3)
-    found = collect(make_engine(stop=()), [Request(0, (5, 6), (1, 2), asks), Request(1, (5, 6), (1,), PLAIN)])
-    assert found[1, 0].top_ids is None and found[1, 0].top_logprobs is None
-    for index in (0, 1):
-        sample = found[0, index]
-        assert sample.top_ids.shape == sample.top_logprobs.shape == (6, 3)
-        assert (sample.top_ids.dtype, sample.top_logprobs.dtype) == (np.int32, np.float32)
-        with torch.no_grad():
-            logits = plain(torch.tensor([[5, 6, *sample.token_ids.tolist()]])).logits[0, 1:-1]
-        expected = torch.log_softmax(logits / 0.5, -1).topk(3)
-        assert sample.top_ids.tolist() == expected.indices.tolist()
-        assert np.allclose(sample.top_logprobs, expected.values.numpy(), atol=1e-4)
-        assert sample.token_ids.tolist() == sample.top_ids[:, 0].tolist()
-        assert sample.logprobs.tolist() == pytest.approx([0.0] * 6)  # the only one that top-k leaves
-
-
-def test_a_request_of_exactly_the_limit_is_served() -> None:
-    """Failures 67."""
-    found = collect(make_engine(stop=()), [Request(0, (5,) * 24, (1,), PLAIN)])
-    assert found[0, 0].length == 8
 
 
 def test_a_failure_reaches_every_waiter_and_the_engine_recovers() -> None:
@@ -365,25 +250,6 @@ def test_a_thread_that_dies_leaves_nobody_waiting() -> None:
     asyncio.run(run())
 
 
-def test_closing_ends_the_wait_of_a_consumer() -> None:
-    async def run() -> None:
-        engine = make_engine(slots=1)
-
-        async def consume() -> None:
-            async for _ in engine.generate([Request(0, (5,), tuple(range(5000)), Sampling(1.0, 30))]):
-                pass
-
-        task = asyncio.create_task(consume())
-        await asyncio.sleep(0.2)
-        await engine.close()
-        with pytest.raises(EngineError, match="closed"):
-            await asyncio.wait_for(task, 5)
-        with pytest.raises(EngineError, match="closed"):
-            await hand_over(engine, 1, [])
-
-    asyncio.run(run())
-
-
 def test_sleep_gives_the_cache_back_and_the_next_request_takes_it_again() -> None:
     async def run() -> None:
         engine = make_engine()
@@ -446,6 +312,32 @@ def test_a_cancelled_command_does_not_keep_others_waiting_when_the_engine_closes
     assert isinstance(outcomes[2], EngineError) and "closed" in str(outcomes[2])
 
 
+def test_a_stream_leaves_nothing_behind_and_wakes_its_loop_once_a_step() -> None:
+    """Of samples that end together, and of no samples; refused ones are told why."""
+
+    async def run() -> None:
+        engine, loop = make_engine(stop=()), asyncio.get_running_loop()
+        wakes: list[Any] = []
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args, **how: (wakes.append(args), wake(*args, **how))[1]  # type: ignore
+        assert len([s async for s in engine.generate([Request(0, (3,), (1, 2, 3, 4), PLAIN)])]) == 4
+        assert len(wakes) == 1
+        for requests in ([], [Request(0, (3,), (), PLAIN)]):
+            assert [event async for event in engine.stream(requests)] == []
+        await engine.begin(1)
+        with pytest.raises(EngineError, match="version 1 arrived in part"):
+            await anext(engine.stream([Request(0, (3,), (1,), PLAIN)]))
+        await hand_over(engine, 1, MODEL.named_parameters())
+        watched = engine.stream([Request(0, (3,), (1,), PLAIN)])
+        await anext(watched)
+        await watched.aclose()
+        await engine.sleep()  # behind all of that, and refuses if anything is left
+        assert not engine._streams and not engine._watched
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_the_engine_outlives_the_event_loop_of_a_consumer() -> None:
     engine = make_engine()
 
@@ -461,24 +353,6 @@ def test_the_engine_outlives_the_event_loop_of_a_consumer() -> None:
     for _ in range(5):
         asyncio.run(leave_early())
     assert asyncio.run(ask()) == 1
-
-
-def test_weights_that_arrive_in_part_are_not_used() -> None:
-    async def run() -> None:
-        engine = make_engine()
-        whole = [(name, p.clone()) for name, p in engine._parameters.items()]
-        with pytest.raises(EngineError, match="were not given"):
-            await hand_over(engine, 2, whole[:-1])
-        with pytest.raises(EngineError, match="version 2 arrived in part"):
-            await anext(engine.generate([Request(0, (3,), (1,), Sampling(1.0, 3))]))
-        await hand_over(engine, 2, whole)
-        await hand_over(engine, 2, whole)  # as after an update that was skipped: no new version, and no fault
-        assert [s.versions[0] async for s in engine.generate([Request(0, (3,), (1,), Sampling(1.0, 3))])] == [2]
-        with pytest.raises(EngineError, match="version 1 was given after version 2"):
-            await hand_over(engine, 1, whole)
-        await engine.close()
-
-    asyncio.run(run())
 
 
 def test_a_fault_while_samples_start_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,29 +446,21 @@ def test_a_prompt_computed_again_is_stored_for_the_samples_that_are_left(
     assert again.users == 0 and not again.keys  # the other three were all that it was for
 
 
-@pytest.mark.parametrize("only_new", [False, True])
-def test_drafts_are_the_beginnings_of_the_samples_that_come(only_new: bool) -> None:
-    engine, other = make_engine(stop=()), Request(8, (5, 6), (3,), Sampling(1.0, 28))
-    request = Request(7, (5, 6), (1, 2), Sampling(1.0, 28))
+def test_streams_are_told_of_drafts_a_while_apart_but_of_the_first_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo.rollout.native.engine.DRAFT_SECONDS", 1e9)
 
-    async def run() -> list[Draft | Sample]:
-        unwatched = asyncio.create_task(anext(engine.generate([other])))
-        found = [event async for event in engine.stream([request], only_new=only_new)]
-        assert (await unwatched).request_id == 8
+    async def run() -> None:
+        engine = make_engine(stop=())
+        first, second = (engine.stream([Request(n, (5, 6), (1,), PLAIN)], only_new=True) for n in (0, 1))
+        assert (await anext(first)).token_ids and (await anext(second)).token_ids
+        for stream in (first, second):
+            (sample,) = [event async for event in stream]
+            assert isinstance(sample, Sample) and sample.length == 8
+        every = [event async for event in engine.stream([Request(2, (5, 6), (1,), PLAIN)])]
+        assert len(every) == 7  # whoever is told all tokens again and again hears of each step
         await engine.close()
-        return found
 
-    events = asyncio.run(run())
-    samples = {(event.request_id, event.index): event for event in events if isinstance(event, Sample)}
-    drafts = [event for event in events if isinstance(event, Draft)]
-    assert set(samples) == {(draft.request_id, draft.index) for draft in drafts} == {(7, 0), (7, 1)}
-    told = {0: 0, 1: 0}
-    for draft in drafts:
-        sample, size = samples[draft.request_id, draft.index], draft.start + len(draft.token_ids)
-        assert draft.start == (told[draft.index] if only_new else 0) and size < sample.length
-        assert list(draft.token_ids) == sample.token_ids[draft.start : size].tolist()
-        assert list(draft.logprobs) == pytest.approx(sample.logprobs[draft.start : size].tolist())
-        told[draft.index] = size
+    asyncio.run(run())
 
 
 def test_a_cache_that_no_machine_has_is_refused_before_there_is_work() -> None:

@@ -289,6 +289,51 @@ def test_a_stream_whose_requests_are_all_cancelled_ends_at_once(make: Any) -> No
     asyncio.run(run())
 
 
+def check_stream(decoder: Either) -> None:
+    """What is told of samples, while the device is at the next tokens of theirs and weights change, is how they begin:
+    tokens, log-probabilities and versions to the bit."""
+
+    async def run() -> list[Draft | Sample]:
+        engine = NativeEngine(engine_model(), (STOP,), max_sequence_tokens=LONGEST, max_concurrent_samples=4)
+        engine._decoder, engine._parameters = decoder, dict(model_of(decoder).named_parameters())
+        events: list[Draft | Sample] = []
+        async for event in engine.stream(ASKED, only_new=True):
+            events.append(event)
+            if len(events) in (5, 15, 25):
+                await engine.pause()
+                await hand_over(engine, engine.version + 1, PLAIN[len(events) // 10].named_parameters())
+                await engine.resume()
+        await engine.close()
+        return events
+
+    shown: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
+    found: dict[tuple[int, int], Sample] = {}
+    for event in asyncio.run(run()):
+        place = event.request_id, event.index
+        told = shown.setdefault(place, [])
+        assert place not in found
+        if isinstance(event, Draft):
+            assert event.start == len(told)
+            told += zip(event.token_ids, event.logprobs, event.versions, strict=True)
+        else:
+            found[place] = event
+            whole = [*zip(*(a.tolist() for a in (event.token_ids, event.logprobs, event.versions)), strict=True)]
+            assert told == whole[: len(told)] and len(told) < len(whole) and (np.diff(event.versions) >= 0).all()
+    assert found.keys() == WHOLE[slots].keys() and sum(map(len, shown.values())) > 20
+    assert len({version for told in shown.values() for *_, version in told}) > 1
+
+
+@pytest.mark.parametrize("make", [slots, paged, crowded])
+def test_what_a_stream_tells_of_a_sample_is_how_it_begins(make: Any) -> None:
+    check_stream(make(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [paged, crowded])
+def test_what_a_stream_tells_of_a_sample_on_a_gpu_is_how_it_begins(make: Any) -> None:
+    check_stream(make(4, device="cuda"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [paged, crowded])
 def test_on_a_gpu_each_token_is_of_the_version_that_it_carries(make: Any) -> None:

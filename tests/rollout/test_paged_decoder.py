@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,7 +133,7 @@ class Arrived:
         return [Response(t, -np.arange(len(t), dtype=np.float32)) for t in self.tokens]
 
 
-def make(rows: int, pages: int, page_tokens: int, max_sequence: int, **options: int) -> tuple[PagedDecoder, FakeDevice]:
+def make(rows: int, pages: int, page_tokens: int, max_sequence: int, **options: Any) -> tuple[PagedDecoder, FakeDevice]:
     device = FakeDevice(rows, pages, page_tokens)
     decoder = PagedDecoder(
         device,
@@ -497,6 +498,74 @@ def test_what_is_on_its_way_out_is_forgotten_with_the_rest() -> None:
     request = Request(1, (8, 9), (3,), Sampling(1.0, 5))
     decoder.submit(0, request)
     check_answers([(0, request)], drain(decoder))
+
+
+def test_what_is_there_is_handed_out_while_the_device_is_at_work() -> None:
+    decoder, device = make(rows=2, pages=100, page_tokens=4, max_sequence=20, stretch=2)
+    decoder.submit(0, Request(0, (8, 9), (1,), Sampling(1.0, 2)))
+    decoder.submit(1, Request(1, (8, 9), (1,), Sampling(1.0, 9)))
+    decoder.step()
+    looks: list[None] = []
+    progress = device.progress
+    device.progress = lambda: (looks.append(None), progress())[1]  # type: ignore[method-assign]
+    stretch = decoder.stretch({1: {}})
+    sample, draft = next(stretch)
+    assert not looks and (sample[0], draft[0]) == (0, 1) and isinstance(draft[1], Draft)
+    assert len(sample[1].token_ids) == len(draft[1].token_ids) == 2 and device.steps == 4
+    assert next(stretch, None) is None and looks
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join(chr(0x4E00 + i) for i in ids)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_what_is_told_while_the_device_is_at_work_is_how_the_samples_begin(data: st.DataObject) -> None:
+    """Keys 0 and 1 are watched; 1 is forgotten within a stretch. Pages are short, weights change, texts stop."""
+    page_tokens, max_sequence = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 24))
+    least = minimum_pages(max_sequence, page_tokens)
+    pages, rows = data.draw(st.integers(least, 3 * least)), data.draw(st.integers(1, 8))
+    stop_texts, stretch = StopTexts(letters), data.draw(st.integers(1, 4))
+    decoder, device = make(rows, pages, page_tokens, max_sequence, stretch=stretch, stop_texts=stop_texts)
+    wanted: dict[tuple[int, int, int], list[int]] = {}
+    for key, plain in random_requests(np.random.default_rng(data.draw(st.integers(0, 999))), 12, max_sequence):
+        end = data.draw(st.none() | st.integers(0, VOCABULARY - 1))
+        stop = () if end is None else (letters([end]),)
+        request = replace(plain, sampling=replace(plain.sampling, stop=stop))
+        for index in range(len(request.seeds)):
+            tokens = expected(request, index)
+            wanted[key, request.id, index] = tokens[: tokens.index(end) + 1] if end in tokens else tokens
+        decoder.submit(key, request)
+    told: dict[int, dict[tuple[int, int], int] | None] = {0: {}, 1: {}}
+    shown: dict[tuple[int, int, int], list[tuple[int, float, int]]] = {}
+    found: dict[tuple[int, int, int], Sample] = {}
+    forgotten, changes = data.draw(st.integers(0, 20)), data.draw(st.sets(st.integers(1, 20)))
+    for turn in range(10_000):
+        if not decoder.busy:
+            break
+        for events in decoder.stretch(told):
+            for key, event in events:
+                place = key, event.request_id, event.index
+                assert place not in found
+                if isinstance(event, Sample):
+                    found[place] = event
+                    continue
+                assert event.start == len(shown.setdefault(place, []))
+                shown[place] += zip(event.token_ids, event.logprobs, event.versions, strict=True)
+                told[key][place[1:]] = len(shown[place])  # type: ignore[index]
+            if turn == forgotten:
+                assert told.pop(1) is not None
+                decoder.cancel(lambda key, _: key == 1)
+        if turn in changes:
+            decoder.use_weights(turn)
+    assert found.keys() <= wanted.keys() and {place for place in wanted if place[0] != 1} <= found.keys()
+    for place, sample in found.items():
+        columns = zip(sample.token_ids.tolist(), sample.logprobs.tolist(), sample.versions.tolist(), strict=True)
+        begins = shown.get(place, [])
+        assert sample.token_ids.tolist() == wanted[place] and [*columns][: len(begins)] == begins
+        assert len(begins) < sample.length and (place[0] in (0, 1) or not begins)
+    assert decoder._pages.free == pages - 1 and (device.lengths < 0).all()
 
 
 def test_stop_texts_are_looked_for_in_the_new_tokens_only() -> None:

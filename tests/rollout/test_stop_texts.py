@@ -155,19 +155,6 @@ def decoded(stop: tuple[str, ...], limit: int = 30, **options: object) -> list:
     return sorted(found, key=lambda s: s.index)
 
 
-def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
-    """The same tokens as without, up to that token, which belongs to the response and makes it no truncated one."""
-    decode = byte_level(LETTERS)
-    free, stopped = decoded(()), decoded(("e", "ab", "kk"))
-    ends = [by_reading_everything(decode, s.token_ids.tolist(), 0, ("e", "ab", "kk")) for s in free]
-    assert sum(end is not None for end in ends) > 3 and len(set(ends)) > 2  # otherwise this shows little
-    for before, after, end in zip(free, stopped, ends, strict=True):
-        assert after.token_ids.tolist() == before.token_ids.tolist()[:end]
-        assert after.finish_reason == ("stop" if end else "length")
-        assert after.logprobs.tolist() == pytest.approx(before.logprobs.tolist()[:end], abs=1e-5)
-        assert len(after.versions) == after.length
-
-
 def test_a_stop_text_in_the_last_place_is_a_stop() -> None:
     anything = tuple("abcdefghijklmnopqrstuvwxyz")
     assert {(s.length, s.finish_reason) for s in decoded(anything, limit=1)} == {(1, "stop")}

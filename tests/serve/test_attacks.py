@@ -121,8 +121,26 @@ def test_without_a_token_only_names_of_this_machine_pass(server: Served, host: s
 
 def test_a_page_elsewhere_cannot_have_its_forms_read_as_json(server: Served) -> None:
     """A form's content type needs no permission of the browser's; JSON in it must not be taken."""
-    form = request(GOOD).replace(b"application/json", b"text/plain")
-    assert b" 400 " in raw(server, form)
+    for kind in (b"text/plain", b"application/x-www-form-urlencoded", b"text/plain; application/json", b""):
+        assert b" 400 " in raw(server, request(GOOD).replace(b"application/json", kind))
+    assert b" 200 " in raw(server, request(GOOD).replace(b"application/json", b"Application/JSON; charset=utf-8"))
+
+
+def test_a_fault_of_the_servers_is_told_logged_and_frees_what_was_held(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("of its own")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dapo.serve.model.written", fault)
+        for more in ({}, {"stream": True}):
+            answer = server.complete(**more)
+            assert answer.status_code == 500 and "ZeroDivisionError: of its own" in answer.json()["error"]["message"]
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
+    assert server.model.waiting == 0 and server.complete(max_tokens=2).status_code == 200
+    assert server.post("/v1/completions/", prompt="1").status_code == 404
+    assert httpx.get(f"{server.url}/v1/completions", trust_env=False).status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -167,7 +185,12 @@ def test_smuggled_requests_and_odd_headers_break_nothing(server: Served) -> None
     assert ask(server, GOOD)[0] == 200
 
 
-def test_a_client_that_goes_away_frees_its_slots(server: Served) -> None:
+def test_a_client_that_goes_away_frees_its_slots_and_its_tokens_are_counted(folder: Path) -> None:
+    with served(folder) as server:
+        goes_away(server)
+
+
+def goes_away(server: Served) -> None:
     body = json.dumps({"model": "tiny", "prompt": "1=", "n": 64, "max_tokens": 60, "temperature": 3})
     for stream in (b"false", b"true"):
         sent = request(body.encode()[:-1] + b', "stream": ' + stream + b"}")
@@ -181,6 +204,8 @@ def test_a_client_that_goes_away_frees_its_slots(server: Served) -> None:
             if stream == b"true":
                 connection.recv(10)
         server.wait_idle()
+    told = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    assert float(told.split('dapo_policy_tokens_total{kind="response"} ')[1].split()[0]) > 0  # of the broken stream
 
 
 def test_one_that_does_not_read_costs_nobody_else(server: Served) -> None:
@@ -205,10 +230,10 @@ def test_one_that_does_not_read_costs_nobody_else(server: Served) -> None:
 
 def test_a_request_that_takes_too_long_is_given_up(folder: Path) -> None:
     with served(folder, limits=Limits(seconds=0.2)) as server:
-        server.model.hold()  # as while weights change
+        server.model.doors["tiny"].hold()  # as while weights change
         got = server.complete()
         assert got.status_code == 504 and "--timeout-s" in got.json()["error"]["message"]
-        server.model.release()
+        server.model.doors["tiny"].release()
         assert server.complete(max_tokens=2).status_code == 200
         assert server.model.waiting == 0
 
@@ -216,7 +241,8 @@ def test_a_request_that_takes_too_long_is_given_up(folder: Path) -> None:
 def test_requests_wait_or_begin_again_while_weights_change(server: Served) -> None:
     model = server.model
     whole = server.complete("1=", seed=5, max_tokens=60, temperature=2).json()["choices"][0]["text"]
-    engine = model.engines["tiny"][0]
+    door = model.doors["tiny"]
+    engine = door.engines[0]
 
     def begun(**body: Any) -> tuple[threading.Thread, list[httpx.Response]]:
         found: list[httpx.Response] = []
@@ -231,13 +257,13 @@ def test_requests_wait_or_begin_again_while_weights_change(server: Served) -> No
     while not server.busy:
         assert time.monotonic() < end
         time.sleep(0.01)
-    model.hold()
-    asyncio.run(model.restart())
+    door.hold()
+    asyncio.run(door.restart())
     later, others = begun(n=2)
     asyncio.run(engine.resume())
     time.sleep(0.2)
     assert not answers and not others
-    model.release()
+    door.release()
     whole_thread.join(20)
     later.join(20)
     assert answers[0].json()["choices"][0]["text"] == whole
@@ -252,7 +278,7 @@ def test_what_is_refused_anyway_is_refused_before_its_texts_are_read(
 
     monkeypatch.setattr(type(server.model.prompting.template), "encode_text", read)
     assert server.complete(model="gpt-4").status_code == 404
-    assert server.complete(n=129).status_code == server.complete(["1"] * 129).status_code == 400
+    assert server.complete(n=1025).status_code == server.complete(["1"] * 1025).status_code == 400
     monkeypatch.setattr(server.model, "waiting", server.model.limits.max_waiting)
     assert server.complete().status_code == 429
     chat = [{"role": "user", "content": "x" * 500}, {"role": "user", "content": "x" * 301}]

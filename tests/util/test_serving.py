@@ -62,6 +62,33 @@ def test_half_a_request_is_hung_up_on(part: bytes, monkeypatch: pytest.MonkeyPat
         assert client.makefile("rb").read() == b""
 
 
+@pytest.mark.parametrize(("enough", "status"), [(40, b"422"), (10_000, b"")])
+def test_a_body_is_waited_for_as_long_as_enough_of_it_comes(
+    enough: int, status: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"BODY_S": 0.5, "_LOOK_S": 0.05, "BODY_BYTES": enough}.items():
+        monkeypatch.setattr(f"dapo.util.serving.{name}", value)
+    with serving() as port, socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall(HALF_BODY.replace(b"100", b"1001"))
+        with suppress(ConnectionError):
+            for _ in range(20):
+                client.sendall(b" " * 50)
+                time.sleep(0.1)
+        client.settimeout(5)
+        found = b""
+        with suppress(ConnectionError):
+            found = client.recv(100)
+        assert found[9:12] == status
+
+
+def test_bodies_that_are_packed_are_refused_in_words() -> None:
+    with serving() as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("POST", "/score", b"x", {"Content-Encoding": "gzip"})
+        answer = connection.getresponse()
+        assert answer.status == 415 and b"is sent as gzip; send it as it is" in answer.read()
+
+
 def test_half_a_second_request_on_the_same_connection_is_hung_up_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"HEAD_S": 0.3, "_LOOK_S": 0.05}.items():
         monkeypatch.setattr(f"dapo.util.serving.{name}", seconds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,9 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
     try:
         loading.check_supported(found)
     except ModelError as error:
-        yield Finding("model", "architecture", "fail", str(error), "a model that docs/models.md names")
+        said, refused = _by_vllm(found, 1) if find_spec("vllm") else ("", True)
+        other = "" if refused else f". {said}: it can be served (dapo serve), but not trained"
+        yield Finding("model", "architecture", "fail", f"{error}{other}", "a model that docs/models.md names")
         return
     try:
         context.shape = trainable_shape(config.model, found)
@@ -97,6 +101,38 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
     of_it = f", {trained:,} of them in a LoRA adapter" if trained else ""
     text = f"{found.model_type}, {context.shape.num_parameters():,} parameters{of_it}"
     yield Finding("model", "architecture", "pass", text)
+
+
+def check_engine(context: CheckContext) -> Iterator[Finding]:
+    """Which engine covers the model, and why."""
+    config, found = context.config, context.need(context.model_config, "model")
+    engine, parallel = config.rollout.engine, config.rollout.tensor_parallel
+    native = f"native covers {loading.SUPPORTED[found.model_type]}"
+    if engine == "vllm":
+        why, reason = _by_vllm(found, parallel)
+        fix = "rollout.engine=native, which covers the model" if reason else ""
+        yield Finding("model", "engine", "fail" if reason else "pass", f"{why}; {native}", fix)
+        return
+    said = {
+        "native": f"{native}; {'vLLM is installed, too' if find_spec('vllm') else 'vLLM is not installed'}",
+        "openai": f"the engine of the server has to cover {found.model_type}; {native}",
+    }
+    yours = f"{engine}: yours, what it covers is not known; {native}"
+    yield Finding("model", "engine", "pass", said.get(engine, yours))
+
+
+def _by_vllm(model_config: Any, tensor_parallel: int) -> tuple[str, bool]:
+    """What vLLM says of a model, and whether it does not cover it."""
+    from dapo.rollout.vllm.options import why_not
+
+    try:
+        reason = why_not(model_config, tensor_parallel)
+    except ConfigError as error:
+        return str(error), True
+    if reason is not None:
+        return f"vLLM does not cover the model: {reason}", True
+    has = f"vLLM {version('vllm')} covers {' and '.join(model_config.architectures)}"
+    return has + (f", its heads shared by {tensor_parallel}" if tensor_parallel > 1 else ""), False
 
 
 def _absent(context: CheckContext, what: str, name: str, file: str) -> Finding | None:

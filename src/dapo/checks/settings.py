@@ -202,7 +202,7 @@ def ahead_told(config: Config) -> tuple[str, str]:
         each = "side by side each is slower, and a step may take longer than by turns"
         return f"{depth}, on the CPU that the updates use: {each}", "compare time/step with rollout.max_staleness=0"
     here = f"the engine is on {engine}"
-    known = {"native": here, "vllm": here, "openai": "the servers of rollout.url sample"}
+    known = {"native": here, "vllm": here, "openai": "the server at rollout.url samples"}
     gain = "at most the shorter of sampling and updates is saved: time/rollout and time/update of a run without it tell"
     where = known.get(kind, "where your engine samples is not known")
     return f"{depth}, beside updates on {learner}; {where}; {gain}", ""

@@ -19,7 +19,7 @@ from dapo.commands.shared.options import (
     TokenEnv,
     complete_recipe,
 )
-from dapo.errors import RewardError, install
+from dapo.errors import RewardError, extra
 
 
 def reward_server(
@@ -53,13 +53,9 @@ def reward_server(
     with errors_for_people(debug):
         from dapo.config import load_reward
 
-        try:
+        with extra("server", "dapo reward-server", RewardError):
             from dapo.reward.server import ServerLimits, serve
             from dapo.util.serving import Address
-        except ImportError as error:
-            raise RewardError(
-                f"dapo reward-server needs {error.name}, which is not installed: {install('server')}"
-            ) from None
         config = load_reward(recipe, overrides or [])
         address = Address(host, port, Address.token_in(token_env))
         limits = ServerLimits(max_waiting, min(max_items, max_waiting), int(max_body_mb * 2**20), max_text)

@@ -12,7 +12,7 @@ import typer
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import Debug, DrainSeconds, Host, MaxBody, Port, Quiet, TokenEnv, complete_recipe
-from dapo.errors import ConfigError, install
+from dapo.errors import ConfigError, extra
 from dapo.util.terminal import Terminal
 
 
@@ -44,9 +44,8 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=1, metavar="N", help="Samples that may wait or run; what is more is answered with 429.")
     ] = 1024,
-    max_choices: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of one request.")] = 128,
     max_body_mb: MaxBody = 16.0,
-    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="Longest time of one request.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="Longest time of one request.")] = 3600.0,
     drain_s: DrainSeconds = 30.0,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -58,36 +57,24 @@ def serve(
     with errors_for_people(debug):
         from dapo.observe.progress import make_listener
 
-        try:
+        with extra("server", "dapo serve"):
             from dapo.serve.app import serve as serve_app
             from dapo.serve.model import Limits, load_served
             from dapo.util.serving import Address
-        except ImportError as error:
-            raise ConfigError(f"dapo serve needs {error.name}, which is not installed: {install('server')}") from None
         address = Address(host, port, Address.token_in(token_env))
-        limits = Limits(max_waiting, min(max_choices, max_waiting), int(max_body_mb * 2**20), timeout_s)
-        more: dict[str, Any] = {
-            "overrides": settings or [],
-            "name": name,
-            "adapters": _adapters(adapter or []),
-            "copies": engines,
-        }
+        limits = Limits(max_waiting, int(max_body_mb * 2**20), timeout_s)
+        more: dict[str, Any] = {"overrides": settings or [], "name": name, "copies": engines, "limits": limits}
+        adapters = dict(map(_adapter, adapter or []))
+        if len(adapters) < len(adapter or []):
+            raise ConfigError("--adapter: two have the same name")
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            load = functools.partial(load_served, model, listener, limits=limits, **more)
+            load = functools.partial(load_served, model, listener, adapters=adapters, **more)
             asyncio.run(serve_app(load, address, limits, drain_s=drain_s, say=say, weights_dir=weights_dir))
 
 
-def _adapters(given: list[str]) -> dict[str, str]:
-    """Raises ConfigError: one has no name, or there are two of one name."""
-    found: dict[str, str] = {}
-    for one in given:
-        name, equals, folder = one.partition("=")
-        if not (name and equals and folder):
-            raise ConfigError(
-                f"--adapter {one}: expected NAME=FOLDER, such as --adapter poet={Path(one).name or 'folder'}"
-            )
-        if name in found:
-            raise ConfigError(f"--adapter {one}: there is another adapter named {name}")
-        found[name] = folder
-    return found
+def _adapter(given: str) -> tuple[str, str]:
+    name, _, folder = given.partition("=")
+    if not (name and folder):
+        raise ConfigError(f"--adapter {given}: expected NAME=FOLDER, such as --adapter poet=folder")
+    return name, folder

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dapo.config.data import DataItem, Files
 from dapo.config.secrets import is_secret
-from dapo.config.section import Named, OneOf, PathText, Section, check_address
+from dapo.config.section import JsonMapping, Named, OneOf, PathText, Section, check_address
 
 MOST_STALE = 64
 """Versions that a token which is trained on may be old at most."""
@@ -69,33 +71,44 @@ def _is_an_address(value: str) -> str:
     return value
 
 
-Addresses = Annotated[
-    list[Annotated[str, AfterValidator(_is_an_address)]],
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-]
+ASKED = re.compile(r"\$(?:prompt|max_tokens|temperature|top_p|seed|stop)\b")
+
+
+def _can_be_filled(value: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(value)
+    if (other := re.search(r"\$[A-Za-z_]\w*", ASKED.sub("", text))) or "$prompt" not in text:
+        what = f"{other[0]} is no field of a request" if other else "it must send $prompt"
+        raise ValueError(f"{what}; known are $prompt, $max_tokens, $temperature, $top_p, $seed and $stop")
+    return value
 
 
 class RolloutConfig(Section):
     engine: Annotated[PathText, AfterValidator(OneOf(("native", "vllm", "openai")))] = "native"
-    """What samples in training: this process, processes of vLLM beside it, or with `openai` servers at rollout.url.
-    They are handed the weights. An evaluation by `dapo evaluate` is sampled by `native`, or by a server
+    """What samples in training: this process, processes of vLLM beside it, or with `openai` the server at
+    rollout.url. They are handed the weights. An evaluation by `dapo evaluate` is sampled by `native`, or by a server
     (`--server`)."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs (or processes on a CPU) that share the model's weights, with engine=vllm. They are those from rollout.device
     on."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, by the names it has for them, such as enforce_eager."""
-    url: Addresses = Field(default_factory=list)
-    """Address of the `dapo serve` that samples, with engine=openai; of several each samples a share."""
+    url: Annotated[str, AfterValidator(_is_an_address)] | None = None
+    """Address of the `dapo serve` that samples, with engine=openai."""
     token_env: str | None = None
-    """Environment variable that holds the bearer token of the servers."""
+    """Environment variable that holds the bearer token of the server."""
     model: str | None = None
-    """Name that the servers have for the model. null: that of the only one they have."""
+    """Name that the server has for the model. null: that of the only one it has."""
+    request: Annotated[JsonMapping, AfterValidator(_can_be_filled)] | None = None
+    """For evaluations on a server that does not speak OpenAI's API, such as Triton's `generate`: the body of a POST to
+    rollout.url, in which `$prompt` (text), `$max_tokens`, `$temperature`, `$top_p`, `$seed` and `$stop` are filled in
+    as in `reward.request`."""
+    text: str = "text"
+    """With `request`: where the text of the response stands in the reply; dots lead into mappings."""
     timeout_s: float = Field(1800.0, gt=0)
-    """Longest time for one request to a server, such as all responses to a prompt."""
+    """Longest time for one request to the server, such as all responses to a prompt."""
     give_up_after_s: float = Field(120.0, gt=0)
-    """How long a request is made again (with growing pauses) while a server is down or busy. Then the run ends, with a
-    checkpoint."""
+    """How long a request is made again (with growing pauses) while the server is down or busy. Then the run ends, with
+    a checkpoint."""
     cache_gib: float | None = Field(None, gt=0, le=2**20)
     """Memory of a GPU for keys and values, in GiB. null: what is free, as far as it can be of use. Beyond it sequences
     wait, or are interrupted and started again from the tokens they have. A cache of a given size stays during updates

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time
 from functools import cached_property
-from itertools import groupby
+from itertools import filterfalse, groupby
 from pathlib import Path
 from typing import Any
 
@@ -212,13 +212,16 @@ class PromptTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response: of all its tokens but the control tokens, which are no part of what is said."""
-        return self.text(token for token in token_ids if token not in self.control)
+        return self.text(filterfalse(self.control.__contains__, token_ids))
 
     def text(self, token_ids: Iterable[int]) -> str:
         """The text of tokens, control tokens too. An id that the tokenizer does not have (models have rows without a
         token) is U+FFFD, as what stands on its two sides is not one text."""
+        token_ids = [*map(int, token_ids)]
+        if self._vocabulary.issuperset(token_ids):  # at once: it is asked for often
+            return self._plain(token_ids)
         # the vocabulary has each text but once
-        parts = groupby(map(int, token_ids), lambda one: one in self._vocabulary or bool(self._plain([one])))
+        parts = groupby(token_ids, lambda one: one in self._vocabulary or bool(self._plain([one])))
         return "".join(self._plain([*ids]) if there else "\ufffd" * len([*ids]) for there, ids in parts)
 
     @cached_property

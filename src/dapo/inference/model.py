@@ -9,7 +9,6 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,9 @@ if TYPE_CHECKING:
     from dapo.records import Prompt
     from dapo.rollout.native.engine import NativeEngine
     from dapo.rollout.openai import OpenAIEngine
+    from dapo.rollout.vllm.engine import VLLMEngine
+
+    LocalEngine = NativeEngine | VLLMEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +261,7 @@ def doubts(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> Ite
 
 def load_engine(
     prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]], samples: int, listener: Listener
-) -> NativeEngine:
+) -> LocalEngine:
     """The model in an engine that is just large enough for ``prompts``, by the name of where they come from, and for
     ``samples`` at once.
     Raises ModelError: not found, damaged or not supported; DataError: a prompt and its response do not fit into the
@@ -272,7 +274,8 @@ def load_engine(
 
 
 def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[int, ...]]:
-    """The model on its device, frozen, and the ids that end a response, of which the template is told.
+    """The model on its device, frozen, and the ids that end a response, of which the template is told. For vLLM, which
+    reads weights itself, it is on the meta device.
     Raises ModelError: not found, damaged or not supported."""
     import torch
 
@@ -285,11 +288,14 @@ def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[i
     device = engine_device(config)
     if device.type == "cuda":
         listener.phase(f"on {torch.cuda.get_device_name(device)}")
-    # a loaded model stays as it is: load_model changes the types of its numbers and its attention
-    source = config.model.path if prompting.model is None else copy.deepcopy(prompting.model)
-    model = load_model(source, dtype, config.model.trust_remote_code, device)
-    model.requires_grad_(False)
-    set_threads(config, model)
+    if config.rollout.engine == "vllm":
+        model = _outline(config)
+    else:
+        # a loaded model stays as it is: load_model changes the types of its numbers and its attention
+        source = config.model.path if prompting.model is None else copy.deepcopy(prompting.model)
+        model = load_model(source, dtype, config.model.trust_remote_code, device)
+        model.requires_grad_(False)
+        set_threads(config, model)
     stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)
     prompting.template.ends_with(stop_ids)
     check_vocabulary(model, prompting.tokenizer, config, listener)
@@ -297,32 +303,48 @@ def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[i
     return model, stop_ids
 
 
+def _outline(config: Config) -> Any:
+    """The model without its numbers, and with the generation config beside them.
+    Raises ModelError: not found, or no causal language model."""
+    from dapo.model.adapters import find_adapter
+    from dapo.model.loading import read_config, with_generation_config
+    from dapo.training.lora import trainable_shape
+
+    path = adapter.base if (adapter := find_adapter(config.model.path)) else config.model.path
+    shape = trainable_shape(config.model, read_config(path, config.model.trust_remote_code))
+    return with_generation_config(shape, config.model.path)
+
+
 def engine_for(
     prompting: Prompting, model: Any, stop_ids: Sequence[int], sequence_tokens: int, samples: int
-) -> NativeEngine:
-    """``model`` in an engine for ``samples`` at once, each with its prompt of at most ``sequence_tokens`` tokens."""
+) -> LocalEngine:
+    """``model`` in an engine for ``samples`` at once, each with its prompt of at most ``sequence_tokens`` tokens. That
+    of vLLM waits for the weights of an adapter.
+    Raises UserError: vLLM is missing, does not cover the model, or does not start."""
     import torch
 
+    from dapo.model.adapters import has_adapter
     from dapo.model.placement import cache_bytes
     from dapo.rollout.native.engine import NativeEngine
 
     config = prompting.config
-    return NativeEngine(
-        model,
-        stop_ids,
-        max_sequence_tokens=sequence_tokens,
-        max_concurrent_samples=min(config.rollout.max_concurrent_samples, max(samples, 1)),
-        cache_bytes=cache_bytes(config),
-        deterministic=config.runtime.deterministic,
-        threads=torch.get_num_threads(),
-        decode=prompting.template.decode,
-    )
+    sizes: dict[str, Any] = {
+        "max_sequence_tokens": sequence_tokens,
+        "max_concurrent_samples": min(config.rollout.max_concurrent_samples, max(samples, 1)),
+        "decode": prompting.template.decode,
+    }
+    if config.rollout.engine == "vllm":
+        from dapo.rollout.vllm.engine import VLLMEngine
+
+        return VLLMEngine(config, model, stop_ids, loaded=not has_adapter(model), **sizes)
+    options: dict[str, Any] = {"deterministic": config.runtime.deterministic, "threads": torch.get_num_threads()}
+    return NativeEngine(model, stop_ids, cache_bytes=cache_bytes(config), **options, **sizes)
 
 
 def remote_engine(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> OpenAIEngine:
     """That of a server, which has the weights: of the model only what is beside them is read.
     Raises UserError: as :func:`load_engine`, or an extra or the server's token is missing."""
-    from dapo.model.loading import embedding_rows, stop_token_ids
+    from dapo.model.loading import stop_token_ids
     from dapo.orchestrator.inputs import RunOverrides, described_model, openai_engine
 
     config, tokenizer = prompting.config, prompting.tokenizer
@@ -330,20 +352,23 @@ def remote_engine(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]])
     check_positions(prompts, config.evaluated_length, model.config)
     stop_ids = stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
     prompting.template.ends_with(stop_ids)
-    rows = embedding_rows(prompting.model or config.model.path, config.model.trust_remote_code)
-    return openai_engine(config, rows, stop_ids, partial(tokenizer.encode, add_special_tokens=False))
+    return openai_engine(config, prompting.model or config.model.path, stop_ids, tokenizer)
 
 
 def room_for(config: Config) -> tuple[int, int]:
     """The longest prompt and the longest response, in tokens, that a model takes where the prompts are not known yet:
-    as the settings say, and together no more than its positions. Raises ModelError: its config cannot be read."""
+    as the settings say, and together no more than its positions.
+    Raises ModelError: its config cannot be read; ConfigError: no response of that length fits, whatever the prompt."""
     from dapo.model.adapters import find_adapter
-    from dapo.model.loading import context_limit, read_config
+    from dapo.model.loading import POSITIONS_STATED, context_limit, read_config
 
     adapter = find_adapter(config.model.path)
     shape = read_config(adapter.base if adapter else config.model.path, config.model.trust_remote_code)
     positions, limit = context_limit(shape) or 2**20, config.evaluated_length
-    return max(1, min(config.data.max_prompt_length, positions - limit)), limit
+    if limit >= positions:
+        text = f"{limit} response tokens and a prompt are more than the {positions} positions that the model has"
+        raise ConfigError(f"{text} ({POSITIONS_STATED}); use evaluation.max_response_length={positions // 2}")
+    return min(config.data.max_prompt_length, positions - limit), limit
 
 
 def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_config: Any) -> None:

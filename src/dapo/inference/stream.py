@@ -12,6 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
+
 from dapo.data.template import PromptTemplate
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, InterruptibleEngine, Request
@@ -32,6 +34,7 @@ class Pieces:
         self._decode = decode
         self._open: list[int] = []  # the last token, and those that it needs to be read rightly
         self._before = ""  # the text of what was told of these
+        self._most = 0  # so many are open before they are read again
 
     def add(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
         """One text for each token. ``last``: nothing follows, so what is no character will not become one."""
@@ -40,13 +43,20 @@ class Pieces:
     def join(self, token_ids: Sequence[int], last: bool = False) -> str:
         """One text for all of them."""
         self._open += token_ids
+        if not last and len(self._open) < self._most:
+            return ""
         text = self._decode(self._open)
         told = text if last or text == self._before else text.rstrip(NO_TEXT)
         piece = told[len(self._before) :]
+        if last:
+            return piece
         self._before += piece
-        alone = self._decode(self._open[-1:])
-        if told == text and alone and NO_TEXT not in alone:  # otherwise a part of a character, or no text
-            self._open, self._before = self._open[-1:], alone
+        for size in range(1, 5) if told == text else ():  # a character has four bytes at most
+            alone = self._decode(self._open[-size:])
+            if alone and NO_TEXT not in alone:  # otherwise a part of a character, or no text
+                self._open, self._before = self._open[-size:], alone
+                break
+        self._most = len(self._open) * 9 // 8  # what stays open is read ever more rarely, lest long texts take n² steps
         return piece
 
 
@@ -80,9 +90,10 @@ class _Writer:
         ids, logprobs, versions = list[int](), list[float](), list[int]()
         for event in events:
             new = self._told - (event.start if isinstance(event, Draft) else 0)
-            ids += map(int, event.token_ids[new:])
-            logprobs += map(float, event.logprobs[new:])
-            versions += map(int, event.versions[new:])
+            # at once: numbers of an array take longer one by one than their text
+            ids += np.asarray(event.token_ids[new:]).tolist()
+            logprobs += np.asarray(event.logprobs[new:]).tolist()
+            versions += np.asarray(event.versions[new:]).tolist()
             self._told = start + len(ids)
         sample = event if isinstance(event, Sample) else None
         pieces = self._pieces.add(ids, sample is not None) if self._each else []

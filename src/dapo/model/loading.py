@@ -212,9 +212,7 @@ def check_supported(config: Any) -> None:
         raise ModelError(f"model architecture {kind!r} with {what} is not supported by the native engine. {_ELSEWHERE}")
 
 
-_ELSEWHERE = (
-    "The vLLM engine, which is planned for such models, is not part of this version; docs/models.md has the table"
-)
+_ELSEWHERE = "It cannot be trained; vLLM may serve it (dapo serve, rollout.engine=vllm); docs/models.md has the table"
 _HINTS = {"gemma3": " (images and text; the text models, gemma3_text, are)"}
 
 

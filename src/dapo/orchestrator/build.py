@@ -103,8 +103,7 @@ class Setup:
         """Raises UserError: a server that is to sample cannot be reached, or lacks what training needs."""
         if self.config.rollout.engine != "openai" or self.overrides.engine is not None:
             return
-        model = self.overrides.model or self.config.model.path
-        engine = openai_engine(self.config, embedding_rows(model, self.config.model.trust_remote_code))
+        engine = openai_engine(self.config, self.overrides.model or self.config.model.path)
         try:
             await engine.start(self.source.prompts[0].token_ids, longest_sequence(self.config, self.heldout))
         finally:

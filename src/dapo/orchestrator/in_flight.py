@@ -17,7 +17,7 @@ import numpy as np
 from dapo.config import Config
 from dapo.orchestrator.pending_group import PendingGroup
 from dapo.records import Sample
-from dapo.rollout.engine import Engine, EngineError, InterruptibleEngine, SampleError, in_flight_policy
+from dapo.rollout.engine import Engine, EngineError, InterruptibleEngine, SampleError, fault_of, in_flight_policy
 
 
 class InFlight:
@@ -116,20 +116,12 @@ class InFlight:
             if not isinstance(values, np.ndarray) or values.ndim != 1 or not issubclass(values.dtype.type, kind):
                 found = getattr(values, "dtype", type(values).__name__)
                 return f"{name} must be a NumPy array of one dimension with np.{kind.__name__}, not {found}"
-        if not sample.length:
-            return None
-        ids, known = sample.token_ids, self._vocabulary
-        if ids.min() < 0 or ids.max() >= known:
-            return f"token ids from {ids.min()} to {ids.max()}, and the model knows those from 0 to {known - 1}"
-        if not (np.isfinite(sample.logprobs) & (sample.logprobs <= _ROUNDING)).all():
-            return f"log-probs must be finite and at most 0, not {sample.logprobs.min()} to {sample.logprobs.max()}"
+        if (wrong := fault_of(sample, self._vocabulary)) or not sample.length:
+            return wrong
         versions, newest = sample.versions, self._engine.version
         first, last = int(versions[0]), int(versions[-1])
         outside = last > newest or (since is not None and first < since)
-        if outside or (versions[1:] < versions[:-1]).any() or (self.policy != "keep" and first != last):
+        if outside or (self.policy != "keep" and first != last):
             wrong = f"tokens of the versions {first} to {last}, with weights of the versions {since} to {newest}"
             return f"{wrong} since it was asked for, and rollout.in_flight={self.policy}"
         return None
-
-
-_ROUNDING = 1e-3  # by which the log of a probability of 1 may be above 0

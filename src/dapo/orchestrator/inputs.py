@@ -19,7 +19,7 @@ from dapo.config.user_parts import own_part
 from dapo.data.rows import Table
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
-from dapo.errors import ConfigError, DataError, ModelError, first_line, install
+from dapo.errors import DataError, ModelError, extra, first_line
 from dapo.model.adapters import find_adapter
 from dapo.model.loading import (
     check_supported,
@@ -117,7 +117,7 @@ def make_engine(
     """
     own = own_part(config, "rollout.engine", inputs.engine)
     if own is None and config.rollout.engine == "openai":
-        return openai_engine(config, embedding_rows(model), stop_ids)
+        return openai_engine(config, model, stop_ids)
     shared = engine_device(config) == device_of(config)
     sizes: dict[str, Any] = {
         "max_sequence_tokens": longest_sequence(config, heldout),
@@ -182,19 +182,12 @@ def vllm_engine(
     return VLLMEngine(config, model, stop_ids, decode=decode, **sizes)
 
 
-def openai_engine(
-    config: Config,
-    vocabulary: int | None,
-    stop_ids: Sequence[int] = (),
-    encode: Callable[[str], Sequence[int]] | None = None,
-) -> OpenAIEngine:
-    """That of ``rollout.url``. Raises UserError: it needs an extra, or its token is not set."""
-    try:
+def openai_engine(config: Config, model: Any, stop_ids: Sequence[int] = (), tokenizer: Any = None) -> OpenAIEngine:
+    """That of ``rollout.url``, for a model or the name of one; ``tokenizer``: to evaluate, None: to train.
+    Raises UserError: it needs an extra, or its token is not set."""
+    with extra("remote", "rollout.engine=openai"):
         from dapo.rollout.openai import OpenAIEngine
-    except ImportError as error:
-        text = f"rollout.engine=openai needs {error.name}, which is not installed: {install('remote')}"
-        raise ConfigError(text) from None
-    return OpenAIEngine(config, vocabulary, stop_ids, encode)
+    return OpenAIEngine(config, embedding_rows(model, config.model.trust_remote_code), stop_ids, tokenizer)
 
 
 def training_prompts(

@@ -41,8 +41,8 @@ from dapo.reward.protocol import (
     ScoreReply,
     ScoreRequest,
 )
-from dapo.util.gate import WorkGate, disconnected, metrics_response, place_in_body, unless_gone
-from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
+from dapo.util.gate import WorkGate, add_reports, disconnected, place_in_body, unless_gone
+from dapo.util.serving import Address, Progress, run_service
 from dapo.util.version import VERSION
 
 _WORK = ("/score", "/examine")
@@ -198,20 +198,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _add_reports(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """The process is alive. Needs no token."""
-        return {"state": service.state}
-
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        """Whether scores can be asked for: 503 while the server starts or drains."""
-        return JSONResponse({"state": service.state}, 200 if service.state == "ready" else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """For Prometheus."""
-        return metrics_response(service.registry)
+    add_reports(app, service, service.registry)
 
     @app.get("/info")
     async def info() -> dict[str, Any]:
@@ -276,17 +263,6 @@ async def serve(
     Raises ConfigError: the address cannot be listened on; RewardError: the reward cannot be started."""
     scorer = make_scorer(config)
     service = Service(scorer, config, limits, address.token)
-    listening = listening_socket(address.host, [address.port])
-    where = url(*listening.getsockname()[:2])
-
-    async def start() -> None:
-        say(f"listening on {where}, starting the reward ({config.kind})")
-        await scorer.start()
-
-    ready = f"ready: POST {where}/score (also /ready, /metrics, /info, /schema)"
-    try:
-        # connections are kept longer than clients keep an idle one, so that none is closed in the moment it is used
-        times = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 1}
-        await serve_and_drain(create_app(service), listening, start(), service, drain_s, say, ready, **times)
-    finally:
-        await scorer.close()
+    starting, ready = f"starting the reward ({config.kind})", "POST {}/score (also /ready, /metrics, /info, /schema)"
+    how: dict[str, Any] = {"drain_s": drain_s, "say": say, "starting": starting, "ready": ready}
+    await run_service(create_app(service), address, service, scorer.start, scorer.close, **how)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 BUCKET_BYTES = 256 * 2**20
+_ROUNDING = 1e-3  # by which the log of a probability of 1 may be above 0
 FINGERPRINT_ELEMENTS = 64  # of a tensor: a lost one differs in some of them, and reading them takes no time
 
 
@@ -190,6 +191,20 @@ def check_arrived(sent: Mapping[str, torch.Tensor], have: Mapping[str, torch.Ten
         damaged = "are not what was sent: they were lost or damaged on the way to the engine"
         problem = "did not arrive" if absent else damaged
         raise EngineError(f"weights: {len(lost)} of {len(sent)} parameters, such as {lost[0]}, {problem}")
+
+
+def fault_of(sample: Sample, vocabulary: int) -> str | None:
+    """What no sample of a model with ``vocabulary`` tokens can have; None: nothing."""
+    if not sample.length:
+        return None
+    ids, logprobs, versions = sample.token_ids, sample.logprobs, sample.versions
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        return f"token ids from {ids.min()} to {ids.max()}, and the model knows those from 0 to {vocabulary - 1}"
+    if not ((logprobs > -math.inf) & (logprobs <= _ROUNDING)).all():
+        return f"log-probs must be finite and at most 0, not {logprobs.min()} to {logprobs.max()}"
+    if (versions[1:] < versions[:-1]).any():
+        return f"tokens of the versions {versions[0]} to {versions[-1]}, which fall"
+    return None
 
 
 async def hand_over(engine: Engine, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

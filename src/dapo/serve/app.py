@@ -8,6 +8,7 @@ does: what runs is finished within a bounded time, and new requests are answered
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
@@ -33,13 +35,16 @@ from dapo.serve import weights
 from dapo.serve.model import Job, Limits, Refused, Restarted, ServedModel
 from dapo.serve.protocol import ChatRequest, CompletionRequest, Reply, SamplingRequest, error_body
 from dapo.util.asynchronous import in_thread
-from dapo.util.gate import WorkGate, metrics_response, place_in_body, unless_gone
-from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
+from dapo.util.gate import WorkGate, add_reports, place_in_body, unless_gone
+from dapo.util.serving import Address, Progress, run_service
 from dapo.util.version import VERSION
 
-_WORK = ("/v1/completions", "/v1/chat/completions", *weights.PATHS)
+_ASKED: dict[str, type[SamplingRequest]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+_WORK = (*_ASKED, *weights.PATHS)
+_SHORT = 2**13  # bytes of a body: its texts are read in less time than a thread takes to get the lock
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _READERS = ThreadPoolExecutor(2, "dapo-texts")  # large texts take no thread that others wait for
+_Numbered = tuple[int, Part]
 _log = logging.getLogger(__name__)
 
 
@@ -81,90 +86,98 @@ class _Events(StreamingResponse):
 def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
     app = FastAPI(title="dapo policy server", version=VERSION, docs_url=None, redoc_url=None)
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _answer(service, body, request)
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _answer(service, body, request)
-
     app.include_router(weights.router(lambda: service.served, service.token, weights_dir))
-    _add_reports(app, service)
+    _add_models(app, service)
+    add_reports(app, service, service.registry, lambda: service.loaded.refusal if service.loaded else None)
     for kind in (RequestValidationError, HTTPException, Refused, EngineError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _told)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        """Samples are asked for often: these requests go past FastAPI, whose layers would cost as much as the rest."""
+        if scope.get("path") not in _ASKED:
+            await app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await _answer(service, request)
+        except Exception as error:
+            response = await _told(request, error)
+        await response(scope, receive, send)
+
     count = service.requests.labels
-    gate = WorkGate(
-        app,
+    return WorkGate(
+        answer,
         service.token,
         service.limits.max_body,
         service,
         _WORK.__contains__,
         lambda status, text, headers: _error(status, text, headers=headers),
         lambda *of: count(*of).inc(),
+        lambda path: weights.largest_body(service.loaded, path),
     )
-    gate.most_of = lambda path: weights.largest_body(service.loaded, path)
-    return gate
 
 
-async def _answer(service: Service, body: SamplingRequest, request: Request) -> Response:
+async def _read(request: Request) -> tuple[SamplingRequest, int]:
+    """What is asked for, and its bytes. Raises ValidationError: it is wrong."""
+    if request.method != "POST":
+        raise HTTPException(405, "Method Not Allowed", {"Allow": "POST"})
+    kind, content = request.headers.get("content-type", "").partition(";")[0].strip().lower(), await request.body()
+    if kind != "application/json":  # a form of a page elsewhere could be sent as any text
+        raise Refused(400, f"body: its type is {kind or 'not given'}; it has to be application/json")
+    return _ASKED[request.scope["path"]].model_validate_json(content), len(content)
+
+
+async def _answer(service: Service, request: Request) -> Response:
     started, served = time.perf_counter(), service.served
+    body, size = await _read(request)
     with served.reserved(body.model, body.n * len(body.given)):
-        job = await in_thread(body.job, served, pool=_READERS)  # reads texts: others are answered meanwhile
+        # long texts are read in a thread: others are answered meanwhile
+        job = body.job(served) if size < _SHORT else await in_thread(body.job, served, pool=_READERS)
     reply = Reply(body, job, served)
 
     def count() -> None:
         service.seconds.observe(time.perf_counter() - started)
-        service.tokens.labels("prompt").inc(sum(map(len, job.prompts)))
+        service.tokens.labels("prompt").inc(job.prompt_tokens)
         service.tokens.labels("response").inc(reply.completion_tokens)
 
+    told, parts = await unless_gone(request, _begun(served, job, body.stream))  # so that what is refused has its status
     if body.stream:
-        first, parts = await unless_gone(request, _begun(served, job))  # so that what is refused has its status
         service.first.observe(time.perf_counter() - started)
-        headers = {"version": str(max(first[1].versions, default=0))}
-        return _Events(_events(reply, first, parts, body, count), headers)
-    whole = reply.whole(await unless_gone(request, _gathered(served, job)))
+        headers = {"version": str(max(told[0][1].versions, default=0))}
+        return _Events(_events(reply, told[0], parts, body, count), headers)
+    whole = reply.whole(told)
     count()
     return JSONResponse(whole, headers={"version": str(reply.version)})
 
 
-async def _begun(served: ServedModel, job: Job) -> tuple[tuple[int, Part], AsyncGenerator[tuple[int, Part]]]:
+async def _begun(served: ServedModel, job: Job, stream: bool) -> tuple[list[_Numbered], AsyncGenerator[_Numbered]]:
+    """The first part, or all of them unless they are streamed, and where the others come from."""
     while True:
         with suppress(Restarted):
             parts = served.submit(job)
-            return await anext(parts), parts
-
-
-async def _gathered(served: ServedModel, job: Job) -> list[tuple[int, Part]]:
-    while True:
-        with suppress(Restarted):
-            async with aclosing(served.submit(job)) as parts:
-                return [part async for part in parts]
+            return [await anext(parts)] if stream else [part async for part in parts], parts
 
 
 async def _events(
     reply: Reply,
-    first: tuple[int, Part] | None,
-    parts: AsyncGenerator[tuple[int, Part]],
+    first: _Numbered | None,
+    parts: AsyncGenerator[_Numbered],
     body: SamplingRequest,
     count: Callable[[], None],
 ) -> AsyncGenerator[str]:
-    async with aclosing(parts):
-        try:
+    try:
+        async with aclosing(parts):
             while first is not None:
                 if chunk := reply.chunk(*first):
                     yield _event(chunk)
                 first = await anext(parts, None)
-        except Exception as error:  # the status is sent; clients read this as an error
-            status, content = _body_of(error)
-            if status == 500:
-                _log.error("a request failed", exc_info=error)
-            yield _event(content)
-            return
-    if body.stream_options is not None and body.stream_options.include_usage:
-        yield _event(reply.last_chunk())
-    count()
-    yield "data: [DONE]\n\n"
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield _event(reply.last_chunk())
+        yield "data: [DONE]\n\n"
+    except Exception as error:  # the status is sent; clients read this as an error
+        yield _event(_body_of(error)[1])
+    finally:
+        count()
 
 
 def _event(content: dict[str, Any]) -> str:
@@ -172,44 +185,27 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
-def _add_reports(app: FastAPI, service: Service) -> None:
-    def models() -> list[dict[str, Any]]:
+def _add_models(app: FastAPI, service: Service) -> None:
+    def models() -> dict[str, dict[str, Any]]:
         served = service.loaded
         if served is None:
-            return []
+            return {}
         about = {"object": "model", "owned_by": "dapo", "created": 0, "max_model_len": served.context}
-        return [
-            {"id": name, **about, "parent": None if name == served.name else served.name, "version": each[0].version}
-            for name, each in served.engines.items()
-        ]
+        return {
+            name: {"id": name, **about, "version": door.engines[0].version}
+            | {"parent": None if name == served.name else served.name}
+            for name, door in served.doors.items()
+        }
 
     @app.get("/v1/models")
     async def listed() -> dict[str, Any]:
-        return {"object": "list", "data": models()}
+        return {"object": "list", "data": list(models().values())}
 
     @app.get("/v1/models/{name:path}")
     async def one(name: str) -> dict[str, Any]:
-        found = next((model for model in models() if model["id"] == name), None)
-        if found is None:
+        if (found := models().get(name)) is None:
             raise Refused(404, f"model {name!r}: not served here", "model", "model_not_found")
         return found
-
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        """The process is alive. Needs no token."""
-        return {"state": service.state}
-
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        """Whether samples can be asked for: 503 while the server starts, drains or has no whole weights."""
-        refusal = service.loaded.refusal if service.loaded else None
-        ready = service.state == "ready" and refusal is None
-        return JSONResponse({"state": service.state, "reason": refusal}, 200 if ready else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """For Prometheus."""
-        return metrics_response(service.registry)
 
 
 async def _told(_: Request, error: Exception) -> Response:
@@ -223,11 +219,11 @@ async def _told(_: Request, error: Exception) -> Response:
 
 def _body_of(error: Exception) -> tuple[int, dict[str, Any]]:
     match error:
-        case RequestValidationError():
+        case RequestValidationError() | ValidationError():
             problem = error.errors()[0]
-            place = place_in_body(problem["loc"])
-            param = next((part for part in problem["loc"][1:2] if isinstance(part, str)), None)
-            return 400, error_body(400, f"{place or 'body'}: {problem['msg']}", param)
+            where = problem["loc"][isinstance(error, RequestValidationError) :]  # FastAPI puts "body" before it
+            param = next((part for part in where[:1] if isinstance(part, str)), None)
+            return 400, error_body(400, f"{place_in_body(('body', *where)) or 'body'}: {problem['msg']}", param)
         case HTTPException():
             return error.status_code, error_body(error.status_code, str(error.detail))
         case Refused():
@@ -235,6 +231,7 @@ def _body_of(error: Exception) -> tuple[int, dict[str, Any]]:
         case EngineError() | UserError():
             return 503, error_body(503, f"the engine could not serve this: {error}")
         case _:
+            _log.error("a request failed", exc_info=error)
             return 500, error_body(500, f"a fault of the server's: {type(error).__name__}: {error}")
 
 
@@ -253,22 +250,22 @@ async def serve(
 ) -> None:
     """Serve what ``load`` returns, called in a thread, until a signal comes. ``drain_s``: longest time for running
     requests to finish. Raises ConfigError: the address cannot be listened on; UserError: what ``load`` raises."""
-    # the engine's thread would wait 5 ms for the interpreter each time that the event loop is at work
-    sys.setswitchinterval(0.0005)
+    # each launch lets the interpreter go, and while the event loop is at work, the engine's thread waits so long for it
+    sys.setswitchinterval(1e-4)
     service = Service(limits, address.token)
-    listening = listening_socket(address.host, [address.port])
-    where = url(*listening.getsockname()[:2])
 
     async def start() -> None:
-        say(f"listening on {where}, loading the model")
-        service.loaded = await asyncio.to_thread(load)
-        say(f"serving {', '.join(service.loaded.engines)}, up to {service.loaded.context} tokens a sample")
+        served = await asyncio.to_thread(load)
+        for door in served.doors.values():
+            await door.start()
+        service.loaded = served
+        service.loaded.prompting.template.decode(())  # reads the vocabulary, which would hold up the first answer
+        gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
+        say(f"serving {', '.join(service.loaded.doors)}, up to {service.loaded.context} tokens a sample")
 
-    ready = f"ready: {where}/v1 (also /health, /ready, /metrics)"
-    try:
-        times = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 1}  # as the reward server
-        app = create_app(service, weights_dir)
-        await serve_and_drain(app, listening, start(), service, drain_s, say, ready, **times)
-    finally:
+    async def close() -> None:
         if service.loaded is not None:
             await service.loaded.close()
+
+    how: dict[str, Any] = {"starting": "loading the model", "ready": "{}/v1 (also /health, /ready, /metrics)"}
+    await run_service(create_app(service, weights_dir), address, service, start, close, drain_s=drain_s, say=say, **how)

@@ -1,8 +1,8 @@
 """A model that is served: engines by name, and what stands before them.
 
 Consumes prompts in tokens (:class:`Job`), produces the parts of their samples as they are written. Waits for a free
-engine never: engines batch what they are given; what is more than may wait is refused. While weights change, new
-requests wait (:meth:`ServedModel.hold`).
+engine never: engines batch what they are given; what is more than may wait is refused. While weights of a model change,
+new requests to it wait (:class:`Door`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import asyncio
 import copy
 import itertools
 import os
-import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from dapo.config import load_config
 from dapo.config.plan import existing_recipe
 from dapo.config.reading import with_values
 from dapo.errors import ConfigError, ModelError
-from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.inference.model import (
     ONE_EACH,
     Prompting,
@@ -34,11 +32,12 @@ from dapo.inference.model import (
 )
 from dapo.inference.stream import Part, written
 from dapo.observe.progress import Listener
-from dapo.rollout.engine import EngineError, Request, Sampling
-from dapo.rollout.seeds import sample_seed
+from dapo.rollout.engine import EngineError, Request, hand_over
 
 if TYPE_CHECKING:
-    from dapo.rollout.native.engine import NativeEngine  # loads torch
+    import torch
+
+    from dapo.inference.model import LocalEngine
 
 
 class Refused(Exception):
@@ -55,150 +54,64 @@ class Restarted(Refused):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is more is refused. ``max_waiting``: samples that wait or are written, of all requests; ``max_choices``: of
-    one request; ``max_body``: bytes of one request; ``seconds``: from its arrival to its end."""
+    """What is more is refused. ``max_waiting``: samples that wait or are written, of all requests; ``max_body``: bytes
+    of one request; ``seconds``: from its arrival to its end, more than runs wait (``rollout.timeout_s``)."""
 
     max_waiting: int = 1024
-    max_choices: int = 128
     max_body: int = 16 * 2**20
-    seconds: float = 600.0
+    seconds: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Samples of several prompts (token ids). ``seeds``: of each prompt one for each sample, as many for all.
-    ``pieces``: as :func:`~dapo.inference.stream.written` has it. ``hidden``: whether the text ends at a stop text."""
+    """Samples of several prompts, of each as many. ``requests``: their ids are given when they are made. ``pieces``: as
+    :func:`~dapo.inference.stream.written` has it. ``hidden``: whether the text ends at a stop text."""
 
     model: str
-    prompts: Sequence[tuple[int, ...]]
-    seeds: Sequence[tuple[int, ...]]
-    sampling: Sampling
+    requests: Sequence[Request]
     drafts: bool = False
     pieces: bool = False
     hidden: bool = True
 
     @property
-    def samples(self) -> int:
-        return sum(map(len, self.seeds))
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.requests)
 
 
 @dataclass(slots=True, eq=False)
-class ServedModel:
-    """``engines``: by the names that requests give, the model's own first, then those of adapters. ``context``: tokens
-    of a prompt and its response together. ``longest_token``: characters of the longest one there is."""
+class Door:
+    """The engines of one model, and whether requests get to them. ``refusal``: why none does; None: they do.
+    ``update``: the one that the weights came with; empty: they are those that it was started with."""
 
-    name: str
-    prompting: Prompting
-    engines: Mapping[str, Sequence[NativeEngine]]
-    context: int
-    stop_ids: tuple[int, ...]
-    longest_token: int
-    limits: Limits = field(default_factory=Limits)
-    waiting: int = 0
-    """Samples that wait or are written."""
+    engines: Sequence[LocalEngine]
+    first: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of an adapter, which vLLM does not read by itself."""
     refusal: str | None = None
-    """Why no request is served; None: they are."""
-    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    update: str = ""
+    running: dict[int, tuple[LocalEngine, int]] = field(default_factory=dict)
+    """Requests in engines, with how many samples they have."""
     _open: asyncio.Event = field(default_factory=asyncio.Event)
-    _running: dict[int, NativeEngine] = field(default_factory=dict)  # requests in engines
 
     def __post_init__(self) -> None:
         self._open.set()
 
-    @property
-    def default_sampling(self) -> Sampling:
-        """Of requests that do not say otherwise: that of ``dapo generate``, at temperature 1 if none is named."""
-        return evaluation_sampling(self.prompting.config)
+    async def start(self) -> None:
+        """To be called once, before requests are made."""
+        for engine in self.engines if self.first else ():
+            await hand_over(engine, 0, self.first.items())
 
     @property
-    def version(self) -> int:
-        """The policy version of the weights in use."""
-        return self.engines[self.name][0].version
+    def is_open(self) -> bool:
+        return self._open.is_set()
 
-    def seeds(self, prompts: int, each: int, seed: int | None) -> list[tuple[int, ...]]:
-        """Seeds for ``each`` samples of every prompt: those of ``dapo generate --seed``; None: new ones."""
-        start = secrets.randbits(63) if seed is None else seed
-        return [tuple(sample_seed(start, place, 0, index) for index in range(each)) for place in range(prompts)]
-
-    async def submit(self, job: Job) -> AsyncGenerator[tuple[int, Part]]:
-        """The parts of all samples, each with the number of its sample in the job. To be closed, which frees what they
-        hold. Raises Refused: at the first step, and later if the time is over; EngineError: the engine failed;
-        Restarted: see :meth:`restart`."""
-        left, end = job.samples, asyncio.get_running_loop().time() + self.limits.seconds
-        requests = [
-            Request(next(self._ids), prompt, seeds, job.sampling)
-            for prompt, seeds in zip(job.prompts, job.seeds, strict=True)
-        ]
-
-        def done() -> None:  # a client that does not read holds no update
-            for request in requests:
-                self._running.pop(request.id, None)
-
-        with self.reserved(job.model, job.samples):
-            try:
-                self._check(job)
-                async with asyncio.timeout_at(end):
-                    await self._open.wait()
-                if self.refusal is not None:
-                    raise Refused(503, self.refusal)
-                engine = min(self.engines[job.model], key=list(self._running.values()).count)
-                self._running |= {request.id: engine for request in requests}
-                hidden, template = job.sampling.stop if job.hidden else (), self.prompting.template
-                how = {"drafts": job.drafts, "pieces": job.pieces}
-                parts = written(engine, template, requests, **how, hidden=hidden, done=done)
-                async with aclosing(parts):
-                    while left:
-                        async with asyncio.timeout_at(end):  # of each step: another task may take the next one
-                            part = await anext(parts, None)
-                        if part is None:  # cancelled
-                            raise Restarted(503, "new weights came while this was written; ask again")
-                        left -= part.sample is not None
-                        yield (part.request_id - requests[0].id) * len(job.seeds[0]) + part.index, part
-            except EngineError as error:
-                if self._open.is_set():
-                    raise
-                raise Restarted(503, str(error)) from None  # it met weights that had come in part
-            except TimeoutError:
-                raise Refused(504, f"not done after {self.limits.seconds:g} s (--timeout-s), and given up") from None
-            finally:
-                done()
-
-    @contextmanager
-    def reserved(self, model: str, samples: int) -> Iterator[None]:
-        """Have ``samples`` count as waiting. Raises Refused: they cannot be served, or not now."""
-        if model not in self.engines:
-            known = ", ".join(self.engines)
-            raise Refused(404, f"model {model!r}: not served here; there is {known}", "model", "model_not_found")
+    async def enter(self, requests: Sequence[Request]) -> LocalEngine:
+        """The engine with the fewest samples, once requests may be made. Raises Refused: none may."""
+        await self._open.wait()
         if self.refusal is not None:
             raise Refused(503, self.refusal)
-        if samples > self.limits.max_choices:
-            most = f"{samples} samples in one request; this server takes {self.limits.max_choices} (--max-choices)"
-            raise Refused(400, most, "n")
-        if self.waiting + samples > self.limits.max_waiting:
-            most = f"{self.waiting} samples wait; with {samples} more it would be more than {self.limits.max_waiting}"
-            raise Refused(429, f"{most} (--max-waiting)")
-        self.waiting += samples
-        try:
-            yield
-        finally:
-            self.waiting -= samples
-
-    def check_text(self, characters: int, param: str) -> None:
-        """Before one is made tokens, which takes a while. Raises Refused: it cannot fit."""
-        if characters > (most := self.context * self.longest_token):
-            text = f"{param}: {characters} characters; {self.context} tokens of this model have {most} at most"
-            raise Refused(400, text, param)
-
-    def _check(self, job: Job) -> None:
-        """Raises Refused: an engine cannot serve it."""
-        for place, (prompt, seeds) in enumerate(zip(job.prompts, job.seeds, strict=True)):
-            try:
-                self.engines[job.model][0].check(Request(0, prompt, seeds, job.sampling))
-            except EngineError as error:
-                which = f"prompt {place + 1}: " if len(job.prompts) > 1 else ""
-                raise Refused(400, which + str(error).removeprefix("request 0: ")) from None
-
-    # -- while weights change ----------------------------------------------------------------------------------------
+        engine = min(self.engines, key=lambda one: sum(n for other, n in self.running.values() if other is one))
+        self.running |= {request.id: (engine, len(request.seeds)) for request in requests}
+        return engine
 
     def hold(self) -> None:
         """From now on requests wait before they get to an engine, until :meth:`release`."""
@@ -211,7 +124,7 @@ class ServedModel:
 
     async def drained(self) -> None:
         """Returns when no engine has a request. To be called while they are held."""
-        while self._running:
+        while self.running:
             await asyncio.sleep(0.01)
 
     async def restart(self) -> None:
@@ -219,12 +132,119 @@ class ServedModel:
         the others are an error. To be called while requests are held."""
         for _ in range(3):
             await asyncio.sleep(0)  # what passed before the hold is in its engine then
-        for engine in {id(engine): engine for engine in self._running.values()}.values():
-            await engine.cancel(set(self._running))
+        for engine in {id(engine): engine for engine, _ in self.running.values()}.values():
+            await engine.cancel(set(self.running))
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """``doors``: by the names that requests give, the model's own first, then those of adapters. ``context``: tokens
+    of a prompt and its response together. ``longest_token``: characters of the longest one there is."""
+
+    name: str
+    prompting: Prompting
+    doors: Mapping[str, Door]
+    context: int
+    stop_ids: tuple[int, ...]
+    longest_token: int
+    limits: Limits = field(default_factory=Limits)
+    waiting: int = 0
+    """Samples that wait or are written."""
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights in use."""
+        return self.doors[self.name].engines[0].version
+
+    @property
+    def refusal(self) -> str | None:
+        """Why nothing is served; None: something is."""
+        every = [door.refusal for door in self.doors.values()]
+        return None if None in every else every[0]
+
+    async def submit(self, job: Job) -> AsyncGenerator[tuple[int, Part]]:
+        """The parts of all samples, each with the number of its sample in the job. To be closed, which frees what they
+        hold. Raises Refused: at the first step, and later if the time is over; EngineError: the engine failed;
+        Restarted: see :meth:`Door.restart`."""
+        end = asyncio.get_running_loop().time() + self.limits.seconds
+        requests = [replace(request, id=next(self._ids)) for request in job.requests]
+        each = len(requests[0].seeds)
+        left = each * len(requests)
+
+        def done() -> None:  # a client that does not read holds no update
+            for request in requests:
+                door.running.pop(request.id, None)
+
+        with self.reserved(job.model, left) as door:
+            try:
+                _check(door.engines[0], job.requests)
+                async with asyncio.timeout_at(end):
+                    engine = await door.enter(requests)
+                hidden, template = requests[0].sampling.stop if job.hidden else (), self.prompting.template
+                how = {"drafts": job.drafts, "pieces": job.pieces}
+                parts = written(engine, template, requests, **how, hidden=hidden, done=done)
+                async with aclosing(parts):
+                    while left:
+                        async with asyncio.timeout_at(end):  # of each step: another task may take the next one
+                            part = await anext(parts, None)
+                        if part is None:  # cancelled
+                            raise Restarted(503, "new weights came while this was written; ask again")
+                        left -= part.sample is not None
+                        yield (part.request_id - requests[0].id) * each + part.index, part
+            except EngineError as error:
+                if door.is_open:
+                    raise
+                raise Restarted(503, str(error)) from None  # it met weights that had come in part
+            except TimeoutError:
+                raise Refused(504, f"not done after {self.limits.seconds:g} s (--timeout-s), and given up") from None
+            finally:
+                done()
+
+    @contextmanager
+    def reserved(self, model: str, samples: int) -> Iterator[Door]:
+        """Have ``samples`` count as waiting. Raises Refused: they cannot be served, or not now."""
+        door, most = self.door(model), self.limits.max_waiting
+        if door.refusal is not None:
+            raise Refused(503, door.refusal)
+        if samples > most:
+            raise Refused(400, f"{samples} samples in one request; this server takes {most} (--max-waiting)", "n")
+        if self.waiting + samples > most:
+            text = f"{self.waiting} samples wait; with {samples} more it would be more than {most} (--max-waiting)"
+            raise Refused(429, text)
+        self.waiting += samples
+        try:
+            yield door
+        finally:
+            self.waiting -= samples
+
+    def door(self, model: str) -> Door:
+        """Raises Refused: there is no model of this name."""
+        if model not in self.doors:
+            known = ", ".join(self.doors)
+            raise Refused(404, f"model {model!r}: not served here; there is {known}", "model", "model_not_found")
+        return self.doors[model]
+
+    def check_text(self, characters: int, param: str) -> None:
+        """Before one is made tokens, which takes a while. Raises Refused: it cannot fit."""
+        if characters > (most := self.context * self.longest_token):
+            text = f"{param}: {characters} characters; {self.context} tokens of this model have {most} at most"
+            raise Refused(400, text, param)
 
     async def close(self) -> None:
-        for engine in itertools.chain(*self.engines.values()):
-            await engine.close()
+        for door in self.doors.values():
+            for engine in door.engines:
+                await engine.close()
+
+
+def _check(engine: LocalEngine, requests: Sequence[Request]) -> None:
+    """Raises Refused: an engine cannot serve them."""
+    for place, request in enumerate(requests):
+        try:
+            engine.check(request)
+        except EngineError as error:
+            which = f"prompt {place + 1}: " if len(requests) > 1 else ""
+            raise Refused(400, which + str(error).removeprefix(f"request {request.id}: ")) from None
 
 
 def load_served(
@@ -252,6 +272,9 @@ def load_served(
     recipe = existing_recipe(model)
     is_recipe = recipe.suffix in (".yaml", ".yml")
     path = load_config(recipe).model.path if is_recipe else model
+    name = name or Path(path).name
+    if name in (adapters or {}):
+        raise ConfigError(f"--adapter {name}: the model has this name; give it another one with --name")
     _, config = settings_for(path, {}, ONE_EACH, recipe=recipe if is_recipe else None, overrides=overrides)
     if "temperature" not in config.evaluation.model_fields_set:  # what clients of this API expect
         config = with_values(config, {"evaluation.temperature": 1.0})
@@ -259,16 +282,28 @@ def load_served(
     prompting = load_prompting(config)
     longest, limit = room_for(config)
     weights, stop_ids = load_weights(prompting, listener)
-    name = name or Path(path).name
-    if name in (adapters or {}):
-        raise ConfigError(f"--adapter {name}: the model has this name; give it another one with --name")
-    engines: dict[str, list[NativeEngine]] = {}
+    if (waits := config.rollout.engine == "vllm") and copies > 1:
+        raise ConfigError(
+            "--engines: is for the native engine; with vLLM use rollout.tensor_parallel, or several servers"
+        )
+    doors: dict[str, Door] = {}
     for one, adapter in {name: None, **(adapters or {})}.items():
         twin = weights if adapter is None else _with_adapter(weights, adapter, prompting)
         models = [twin, *(_copied(twin, number) for number in range(1, copies))]
-        engines[one] = [engine_for(prompting, each, stop_ids, longest + limit, 2**20) for each in models]
+        engines = [engine_for(prompting, each, stop_ids, longest + limit, 2**20) for each in models]
+        doors[one] = Door(engines, _adapter_of(adapter or config.model.path, engines[0].shapes) if waits else {})
     longest_token = max(map(len, prompting.tokenizer.get_vocab()))
-    return ServedModel(name, prompting, engines, longest + limit, stop_ids, longest_token, limits or Limits())
+    return ServedModel(name, prompting, doors, longest + limit, stop_ids, longest_token, limits or Limits())
+
+
+def _adapter_of(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """The tensors of the adapter in a folder, by the names that an engine has for them; none if it holds no adapter."""
+    from safetensors.torch import load_file
+
+    from dapo.model.adapters import WEIGHTS_FILE, file_key, find_adapter
+
+    adapter, names = find_adapter(folder), {file_key(name): name for name in shapes}
+    return {names[file_key(key)]: t for key, t in load_file(adapter.folder / WEIGHTS_FILE).items()} if adapter else {}
 
 
 def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
@@ -276,10 +311,12 @@ def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
     Raises ModelError: the folder holds none, or it is not for this model."""
     from dapo.model.adapters import has_adapter, put_on, require_adapter
     from dapo.model.loading import copy_model
+    from dapo.model.placement import engine_device
 
     if has_adapter(model):
         raise ModelError(f"adapter {folder}: the served model has an adapter itself; serve their base, and name both")
-    if next(model.parameters()).device.type != "cpu" and prompting.config.rollout.cache_gib is None:
+    on_gpu, numbers = engine_device(prompting.config).type != "cpu", model.device.type != "meta"
+    if on_gpu and prompting.config.rollout.cache_gib is None:
         raise ConfigError(
             "--adapter: on a GPU each adapter has a cache of its own; say how large each may be, such as "
             "--set rollout.cache_gib=8"
@@ -288,7 +325,8 @@ def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
     served = prompting.config.model.path
     if os.path.realpath(adapter.base) != os.path.realpath(served) and adapter.base != served:
         raise ModelError(f"adapter {folder}: its base is {adapter.base}, and {served} is served")
-    return put_on(copy_model(model), adapter, next(model.parameters()).dtype).requires_grad_(False).eval()
+    twin = put_on(copy_model(model), adapter, next(model.parameters()).dtype, read=numbers)
+    return twin.requires_grad_(False).eval()
 
 
 def _copied(model: Any, number: int) -> Any:

@@ -1,5 +1,5 @@
 """Requests and replies as OpenAI's API has them, with the extensions that vLLM has (``return_token_ids``,
-``stop_token_ids``) and our own (``seeds``, ``versions``, ``version``).
+``stop_token_ids``) and our own (``seeds``, ``versions``, ``version``, ``update``).
 
 What would change a response and is not served is refused by name, never ignored.
 """
@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dapo.data.rows import BadRow, Keys, check_row
 from dapo.errors import DataError
+from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.inference.stream import Part, likeliest
-from dapo.rollout.engine import Sampling
+from dapo.rollout.engine import Request, Sampling
+from dapo.rollout.seeds import sample_seed
 from dapo.serve.model import Job, Refused, ServedModel
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -27,11 +29,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 _T = TypeVar("_T")
 
 
-class _FirstOnly(FailFast):
-    __hash__ = object.__hash__  # unions of annotated types want one
-
-
-Listed = Annotated[list[_T], _FirstOnly()]
+Listed = Annotated[list[_T], Field(fail_fast=True)]
 """A million bad items are one error."""
 _PROMPT, _MESSAGES = Keys("prompt", "answer", None), Keys("messages", "answer", None)
 
@@ -112,25 +110,29 @@ class SamplingRequest(BaseModel):
         """What an engine is to do. Reads texts, which takes a while. Raises Refused: a parameter is wrong."""
         self._check(served)
         prompts = self.prompts(served)
-        seeds = served.seeds(len(prompts), self.n, self.seed)
-        if self.seeds is not None:
-            if len(self.seeds) != len(prompts) * self.n:
-                many = f"there are {len(self.seeds)}, for {len(prompts)} prompts with {self.n} choices each"
-                raise Refused(400, f"seeds: {many}", "seeds")
-            seeds = [tuple(self.seeds[p * self.n : (p + 1) * self.n]) for p in range(len(prompts))]
+        sampling = self._sampling(served, max(map(len, prompts)))
+        seeds, n = self._seeds(len(prompts)), self.n
         return Job(
             self.model,
-            prompts,
-            seeds,
-            self._sampling(served, max(map(len, prompts), default=0)),
+            [Request(k, prompt, tuple(seeds[k * n : k * n + n]), sampling) for k, prompt in enumerate(prompts)],
             # the likeliest tokens come with finished samples only
             drafts=self.stream and not self.likely,
             pieces=self.likely is not None and not self.return_tokens_as_token_ids,
             hidden=self.stop is not None,
         )
 
+    def _seeds(self, prompts: int) -> list[int]:
+        """For ``n`` samples of every prompt: those that are given, or of ``dapo generate --seed``, or new ones."""
+        if self.seeds is None:
+            start = secrets.randbits(63) if self.seed is None else self.seed
+            return [sample_seed(start, place, 0, index) for place in range(prompts) for index in range(self.n)]
+        if len(self.seeds) != prompts * self.n:
+            many = f"there are {len(self.seeds)}, for {prompts} prompts with {self.n} choices each"
+            raise Refused(400, f"seeds: {many}", "seeds")
+        return self.seeds
+
     def _sampling(self, served: ServedModel, longest: int) -> Sampling:
-        default = served.default_sampling
+        default = evaluation_sampling(served.prompting.config)
         stop = default.stop if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p")}
         top_k = None if self.top_k is None else max(self.top_k, 0)  # vLLM's -1 is off
@@ -200,19 +202,26 @@ class ChatRequest(SamplingRequest):
         if self.top_logprobs and not self.logprobs:
             raise Refused(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
-        messages = [{**one, "content": _content(one.get("content"))} for one in self.messages]
-        served.check_text(sum(len(str(one["content"])) for one in messages), "messages")
+        messages = [_message(f"messages[{place}]", one) for place, one in enumerate(self.messages)]
+        served.check_text(sum(len(str(one.get("content"))) for one in messages), "messages")
         try:
             return [tuple(served.prompting.template.encode(check_row({"messages": messages}, _MESSAGES, "").prompt))]
         except (BadRow, DataError) as error:
             raise Refused(400, f"messages: {error}", "messages") from None
 
 
-def _content(content: Any) -> Any:
-    """The text of a message's content, which may come in parts."""
-    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    return content
+def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    """One of text, whose content may come in parts. Raises Refused: it holds something else."""
+    given = {key: value for key, value in message.items() if value is not None}
+    if other := given.keys() - {"role", "content"}:
+        raise Refused(400, f"{where}.{min(other)}: not served; leave it out", "messages")
+    if isinstance(parts := given.get("content"), list):
+        for place, part in enumerate(parts):
+            text = part.get("text") if isinstance(part, dict) else None
+            if not isinstance(text, str) or part != {"type": "text", "text": text}:
+                raise Refused(400, f'{where}.content[{place}]: must be {{"type": "text", "text": "..."}}', "messages")
+        given["content"] = "".join(part["text"] for part in parts)
+    return given
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------
@@ -223,6 +232,7 @@ class Reply:
 
     def __init__(self, request: SamplingRequest, job: Job, served: ServedModel) -> None:
         self._request, self._job, self._template = request, job, served.prompting.template
+        self._door = served.doors[job.model]
         self._chat = isinstance(request, ChatRequest)
         name, kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
         self._head = {
@@ -251,12 +261,13 @@ class Reply:
         return self._message([]) | self._usage()
 
     def _usage(self) -> dict[str, Any]:
-        prompt, completion = sum(map(len, self._job.prompts)), self.completion_tokens
+        prompt, completion = self._job.prompt_tokens, self.completion_tokens
         total = prompt + completion
         return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}}
 
     def _message(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "choices": choices, "version": self.version}
+        update = {"update": self._door.update} if self._door.update else {}
+        return {**self._head, "choices": choices, "version": self.version, **update}
 
     def _choice(self, number: int, part: Part) -> dict[str, Any]:
         request, new, offset = self._request, number not in self._offsets, self._offsets.get(number, 0)
@@ -274,7 +285,7 @@ class Reply:
         self._offsets[number] = offset + sum(map(len, texts))
         if request.return_token_ids:
             choice |= {"token_ids": part.token_ids, "versions": part.versions}
-            choice |= {"prompt_token_ids": self._job.prompts[number // request.n]} if new else {}
+            choice |= {"prompt_token_ids": self._job.requests[number // request.n].prompt_ids} if new else {}
         return choice
 
     def _logprobs(self, texts: Sequence[str], part: Part, offset: int) -> dict[str, Any]:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dapo.util.serving import Progress, is_loopback
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI  # not all who stand behind a gate have it
 
 _T = TypeVar("_T")
 
@@ -27,8 +30,6 @@ class Gate:
 
     def __init__(self, app: ASGIApp, token: str | None, most: int, too_large: str) -> None:
         self._app, self._token, self._most, self._too_large = app, token, most, too_large
-        self.most_of: Callable[[str], int | None] = lambda path: None
-        """For paths whose bodies may have another size."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,11 +42,15 @@ class Gate:
             await send(message)
 
         answer = self.refusal(scope, Headers(scope=scope)) or self._app
-        await answer(scope, limited(receive, self._limit(scope), self._too_large), noticed)
+        await answer(scope, limited(receive, self.most(scope["path"]), self._too_large), noticed)
 
     def refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The answer to a request that is turned away; None: it may pass."""
         raise NotImplementedError
+
+    def most(self, path: str) -> int:
+        """Bytes of a body."""
+        return self._most
 
     def begins(self, scope: Scope, message: Message) -> None:
         """An answer begins: to add headers, or to count it."""
@@ -61,12 +66,9 @@ class Gate:
     def is_token(self, given: bytes) -> bool:
         return self._token is not None and hmac.compare_digest(given, self._token.encode())
 
-    def _limit(self, scope: Scope) -> int:
-        return self.most_of(scope["path"]) or self._most
-
     def announces_more(self, scope: Scope, headers: Headers) -> bool:
         length = headers.get("content-length", "0")
-        return length.isdecimal() and int(length[:20]) > self._limit(scope)
+        return length.isdecimal() and int(length[:20]) > self.most(scope["path"])
 
 
 class WorkGate(Gate):
@@ -77,6 +79,7 @@ class WorkGate(Gate):
         works: whether a path asks for work.
         error: an answer with a status, a text and headers.
         count: hears the path and the status of each answer; paths that ask for no work are ``other``.
+        larger: of paths that go with what runs, so that they pass while the server drains: bytes of their bodies.
     """
 
     def __init__(
@@ -88,10 +91,12 @@ class WorkGate(Gate):
         works: Callable[[str], bool],
         error: Callable[[int, str, dict[str, str]], Response],
         count: Callable[[str, str], object],
+        larger: Callable[[str], int | None] = lambda path: None,
     ) -> None:
         too_large = f"the request is larger than the {most / 2**20:g} MiB that this server takes (--max-body-mb)"
         super().__init__(app, token, most, too_large)
         self._progress, self._works, self._error, self._count = progress, works, error, count
+        self._larger = larger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         works = self._works(scope.get("path", ""))
@@ -100,6 +105,9 @@ class WorkGate(Gate):
             await super().__call__(scope, receive, send)
         finally:
             self._progress.answering -= works
+
+    def most(self, path: str) -> int:
+        return self._larger(path) or self._most
 
     def begins(self, scope: Scope, message: Message) -> None:
         self._count(scope["path"] if self._works(scope["path"]) else "other", str(message["status"]))
@@ -117,10 +125,12 @@ class WorkGate(Gate):
             return self._error(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
         if not self._works(path):
             return None
-        if state == "draining":
+        if state == "draining" and self._larger(path) is None:
             return self._error(503, "the server is shutting down", {"Connection": "close", "Retry-After": "1"})
         if state == "starting":
             return self._error(503, "the server is starting", {"Retry-After": "1"})
+        if (coding := headers.get("content-encoding", "identity")) != "identity":
+            return self._error(415, f"the body is sent as {coding[:50]}; send it as it is", {"Connection": "close"})
         larger = self.announces_more(scope, headers)
         return self._error(413, self._too_large, {"Connection": "close"}) if larger else None
 
@@ -171,3 +181,25 @@ def metrics_response(registry: Any) -> Response:
     from prometheus_client import generate_latest
 
     return Response(generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def add_reports(
+    app: FastAPI, progress: Progress, registry: Any, lacking: Callable[[], str | None] = lambda: None
+) -> None:
+    """Routes that say how a server is. ``lacking``: why it cannot work although it is ready."""
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process is alive. Needs no token."""
+        return {"state": progress.state}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether work can be asked for: 503 while the server starts or drains, or lacks something."""
+        told = {"state": progress.state} if (reason := lacking()) is None else {"state": "waiting", "reason": reason}
+        return JSONResponse(told, 200 if told["state"] == "ready" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return metrics_response(registry)

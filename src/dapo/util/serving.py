@@ -3,8 +3,7 @@
 Consumes an ASGI application; the page, the reward server and the Prometheus endpoint are served with this. uvicorn's
 limits begin once a request has been read. :class:`Server` bounds what comes before: half-sent requests and responses
 that nobody reads end after a while, and when there are too many connections, those that ask for nothing or do not read
-make room. Who may ask is in ``gate.py``; :func:`serve_and_drain` ends a server without losing the requests it has
-begun.
+make room. Who may ask is in ``gate.py``; :func:`run_service` ends a server without losing the requests it has begun.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ from dapo.errors import ConfigError
 from dapo.util.shutdown import stop_signals
 
 LOCAL = "127.0.0.1"
-HEAD_S, BODY_S = 10.0, 60.0
-"""Seconds that the head of a request may take, and all of it; a client may go that long without reading any answer."""
+HEAD_S, BODY_S, BODY_BYTES = 10.0, 60.0, 2**20
+"""Seconds that the head of a request may take, and so many bytes of its body, or all of it; a client may go that long
+without reading any answer."""
 _LOOK_S = 2.0
 _BACKLOG = 64  # connections that are accepted in one go, before any of them can be turned away
 _log = logging.getLogger(__name__)
@@ -121,6 +121,7 @@ def most_connections() -> int:
 class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._received = 0
         self._since, self._seen = time.monotonic(), self._state
         if len(self.connections) > most_connections():
             others = [one for one in self.connections if isinstance(one, _Protocol) and one is not self]
@@ -129,6 +130,10 @@ class _Protocol(H11Protocol):
             self.connections.discard(victim)  # at once, lest the next newcomer picks it again
             victim.transport.abort()
         self._look()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        super().data_received(data)
 
     @property
     def _is_idle(self) -> bool:
@@ -153,8 +158,8 @@ class _Protocol(H11Protocol):
         return self._pipelines or (time.monotonic() - self._since > 2 * _LOOK_S if self._unread else self._is_idle)
 
     @property
-    def _state(self) -> tuple[Any, bool, int]:
-        return self.cycle, self._is_idle, self._unread
+    def _state(self) -> tuple[Any, bool, int, int]:
+        return self.cycle, self._is_idle, self._unread, self._received // BODY_BYTES
 
     def _look(self) -> None:
         if self not in self.connections:  # one that is closing stays until its last answer is read
@@ -218,41 +223,51 @@ class _OwnSignals(Server):
         yield
 
 
-async def serve_and_drain(
+async def run_service(
     app: ASGIApp,
-    listening: socket.socket,
-    start: Coroutine[Any, Any, Any],
+    address: Address,
     progress: Progress,
+    start: Callable[[], Coroutine[Any, Any, object]],
+    close: Callable[[], Coroutine[Any, Any, object]],
+    *,
     drain_s: float,
     say: Callable[[str], object],
+    starting: str,
     ready: str,
-    **settings: Any,
 ) -> None:
     """Serve from now on, and be ready once ``start`` is done, until a signal comes. The first one drains: running
     requests are finished within ``drain_s`` seconds, and the application refuses new ones. The second one ends the
-    process. Raises what ``start`` raises.
+    process. In the end calls ``close``.
 
     Args:
         progress: kept up to date for the application, which counts what it answers.
-        ready: what to say then.
-        settings: of uvicorn.
+        starting, ready: what to say then; ``{}`` in the second one becomes the address.
+
+    Raises:
+        ConfigError: the address cannot be listened on; and what ``start`` raises.
     """
-    signalled = _on_signals()
-    server = _OwnSignals(app, lifespan="off", **settings)
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
-        if await _before(signalled.wait(), start, serving):
-            progress.state = "ready"
-            say(ready)
-            await _before(signalled.wait(), asyncio.Event().wait(), serving)
-        progress.state = "draining"
-        say(f"stopping; {progress.answering} requests to finish, within {drain_s:g} s")
-        end = time.monotonic() + drain_s
-        while progress.answering and time.monotonic() < end:
-            await asyncio.sleep(0.05)
+        listening = listening_socket(address.host, [address.port])
+        where, signalled = url(*listening.getsockname()[:2]), _on_signals()
+        # connections are kept longer than clients keep an idle one, so that none is closed in the moment it is used
+        server = _OwnSignals(app, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=1)
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            say(f"listening on {where}, {starting}")
+            if await _before(signalled.wait(), start(), serving):
+                progress.state = "ready"
+                say(f"ready: {ready.format(where)}")
+                await _before(signalled.wait(), asyncio.Event().wait(), serving)
+            progress.state = "draining"
+            say(f"stopping; {progress.answering} requests to finish, within {drain_s:g} s")
+            end = time.monotonic() + drain_s
+            while progress.answering and time.monotonic() < end:
+                await asyncio.sleep(0.05)
+        finally:
+            server.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
     finally:
-        server.should_exit = True
-        await asyncio.gather(serving, return_exceptions=True)
+        await close()
 
 
 async def _before(end: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, Any], serving: asyncio.Task[None]) -> bool:

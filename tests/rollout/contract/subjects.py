@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import torch
 
 from dapo.config import Config, build_config, nested
 from dapo.data.template import PromptTemplate
@@ -44,6 +45,7 @@ SETTINGS = {
 }
 
 
+@functools.cache
 def model_of(seed: int) -> Any:
     """The plain model; seed 0 is that of the folder."""
     return random_model("qwen2", seed, vocab_size=VOCABULARY, **SHAPE)
@@ -92,7 +94,7 @@ class Subject:
         """Largest difference of log-probabilities to the trainer's float32 forward pass, in nats."""
         told = tuple(replace(s, reward=Reward(None, 0.0), advantage=0.0) for s in samples)
         batch = pack([Group(0, Prompt(0, "", request.prompt_ids), told)])
-        policy = Policy(load_model(model_of(self.seed)), request.sampling.temperature, 4096)
+        policy = Policy(load_model(copy.deepcopy(model_of(self.seed))), request.sampling.temperature, 4096)
         found = measure_mismatch(batch, policy.logprobs(batch), version=self.engine.version)
         assert found.tokens == sum(s.length for s in samples), "some tokens are of another version"
         return found.maximum
@@ -137,7 +139,7 @@ def openai(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     words = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
     server = stack.enter_context(ServeProcess(str(folder), *words, token=TOKEN))
     stack.enter_context(pytest.MonkeyPatch.context()).setenv("SECRET", TOKEN)
-    remote = {"engine": "openai", "url": [server.url], "token_env": "SECRET", "give_up_after_s": 1.0}
+    remote = {"engine": "openai", "url": server.url, "token_env": "SECRET", "give_up_after_s": 1.0}
     return _made(_config(folder, in_flight="restart", **remote))
 
 

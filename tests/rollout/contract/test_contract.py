@@ -1,4 +1,5 @@
-"""What every engine has to do, whichever it is: one suite, over the native engine's two decoders, `dapo serve` and vLLM.
+"""What every engine has to do, whichever it is: one suite, over both decoders of the native engine, `dapo serve`
+and vLLM.
 
 What an engine does not offer is a row of :data:`LACKS`, with the reason. Log-probabilities are held against the
 trainer's own float32 forward pass.
@@ -10,17 +11,16 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-
 import subjects
+import torch
+from subjects import PROMPT, RESPONSE, STOPS, VOCABULARY, Subject, events, started
+
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, InterruptibleEngine, Request, Sampling
-from subjects import PROMPT, RESPONSE, STOPS, VOCABULARY, Subject, events, started
 
 LACKS = {
     ("openai", "drafts"): "each token would cost a message",
@@ -29,6 +29,11 @@ LACKS = {
     ("openai", "pause"): "the server may have others to serve",
     ("openai", "refuse sleep"): "the server's memory is its own, so sleep does nothing",
     ("openai", "likeliest"): "training has no use for them, and evaluation shows none",
+    ("openai", "likeliest before truncation"): "as before",
+    (
+        "vllm",
+        "likeliest before truncation",
+    ): "its engine reports all log-probabilities after truncation",
 }
 """What an engine does not offer, and why."""
 PLAIN, LONG = Sampling(1.0, 12), Sampling(1.0, RESPONSE)
@@ -36,11 +41,14 @@ NOISE = 1e-3
 """Nats: float32 in other orders of summation."""
 
 
+def _marked(kind: str, *more: str) -> Any:
+    return pytest.param(kind, *more, marks=[pytest.mark.vllm] if kind == "vllm" else [])
+
+
 def who(*abilities: str) -> Any:
     """The test is for engines that offer all of these."""
     kinds = [kind for kind in subjects.MAKERS if not any((kind, ability) in LACKS for ability in abilities)]
-    marked = [pytest.param(kind, marks=[pytest.mark.vllm] if kind == "vllm" else []) for kind in kinds]
-    return pytest.mark.parametrize("subject", marked, indirect=True)
+    return pytest.mark.parametrize("subject", [_marked(kind) for kind in kinds], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +81,7 @@ def subject(request: pytest.FixtureRequest, engines: Any) -> Subject:
 def test_every_sample_comes_once_in_the_place_of_its_seed_and_ends_as_it_says(subject: Subject) -> None:
     """More samples than the engine has rows for. The last token, and no other, is a stop token, also at the limit."""
     requests = [subject.request(range(30, 31 + n), range(10 * n, 10 * n + n), LONG) for n in range(1, 8)]
-    requests.append(subject.request([40, 41], [5], Sampling(1.0, 1)))
+    requests.append(subject.request([40, 41], range(60), Sampling(1.0, 1)))
     found = subject.run(subject.collect(*requests))
     assert sorted(found) == [(r.id, index) for r in requests for index in range(len(r.seeds))]
     for (number, _), sample in found.items():
@@ -84,7 +92,7 @@ def test_every_sample_comes_once_in_the_place_of_its_seed_and_ends_as_it_says(su
         assert last in STOPS or sample.length == limit
         assert (sample.versions == subject.engine.version).all()
         assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
-    assert {s.finish_reason for s in found.values()} == {"stop", "length"}
+    assert {(s.length == 1, s.finish_reason) for s in found.values()} >= {(True, "stop"), (True, "length")}
     assert isinstance(subject.engine, InterruptibleEngine)
 
 
@@ -121,8 +129,8 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(subject: Subj
     """The same tokens as without, up to that one, which belongs to the response."""
     free = subject.samples(subject.request([70, 71], range(8), LONG))
     read = [[subject.template.decode(s.token_ids[:n].tolist()) for n in range(1, s.length + 1)] for s in free]
-    written = [c for text in read for c in text[-1] if c.isascii()]
-    texts = (written[3], written[-1] + "!", written[-2])
+    pairs = [text[-1][n : n + 2] for text in read for n in range(len(text[-1]) - 1)]
+    texts = tuple(pair for pair in pairs if pair.isascii())[::3]  # of two tokens each
     stopped = subject.samples(subject.request([70, 71], range(8), replace(LONG, stop=texts)))
     ends = [next((n for n, text in enumerate(r, 1) if any(t in text for t in texts)), None) for r in read]
     assert any(end is not None and end < s.length for end, s in zip(ends, free, strict=True)) and None in ends
@@ -143,16 +151,32 @@ def test_streams_at_once_each_have_their_own_samples(subject: Subject) -> None:
         assert sorted(found) == [(r.id, index) for r in group for index in range(3)]
 
 
-@who("likeliest")
-def test_the_likeliest_tokens_come_with_the_sample(subject: Subject) -> None:
-    request = subject.request([65, 66], (1, 2), Sampling(0.5, 6, top_logprobs=3))
-    for sample in subject.samples(request):
+def _likeliest(subject: Subject, top_k: int) -> list[Sample]:
+    request = subject.request([65, 66], (1, 2), Sampling(0.5, 6, top_k=top_k, top_logprobs=3))
+    assert subject.samples(subject.request([65, 66], (1,), PLAIN))[0].top_ids is None
+    samples = subject.samples(request)
+    for sample in samples:
         assert sample.top_ids is not None and sample.top_logprobs is not None
+        assert (sample.top_ids.dtype, sample.top_logprobs.dtype) == (np.int32, np.float32)
         with torch.no_grad():
             logits = subjects.model_of(0)(torch.tensor([[65, 66, *sample.token_ids.tolist()]])).logits[0, 1:-1]
         expected = torch.log_softmax(logits / 0.5, -1).topk(3)
         assert sample.top_ids.tolist() == expected.indices.tolist()
         assert np.allclose(sample.top_logprobs, expected.values.numpy(), atol=NOISE)
+    return samples
+
+
+@who("likeliest")
+def test_the_likeliest_tokens_come_with_the_sample_if_they_are_asked_for(subject: Subject) -> None:
+    assert len(_likeliest(subject, 0)) == 2
+
+
+@who("likeliest before truncation")
+def test_the_likeliest_tokens_are_those_before_truncation(subject: Subject) -> None:
+    """Which leaves one here."""
+    for sample in _likeliest(subject, 1):
+        assert sample.top_ids is not None and sample.token_ids.tolist() == sample.top_ids[:, 0].tolist()
+        assert sample.logprobs.tolist() == pytest.approx([0.0] * sample.length)
 
 
 REFUSED = [
@@ -210,28 +234,27 @@ def test_drafts_are_the_beginnings_of_the_samples_that_come(subject: Subject, on
 
 @who()
 def test_streams_of_cancelled_requests_end_and_unknown_ids_are_ignored(subject: Subject) -> None:
-    gone, kept = subject.request([40], range(60), LONG), subject.request([41], range(3), PLAIN)
+    gone = [subject.request([40, 41 + n], range(100), LONG) for n in range(8)]
+    kept, other = (subject.request([40], range(3), PLAIN) for _ in range(2))
+    ids = {request.id for request in gone}
 
-    async def run() -> tuple[list[Any], list[Any], list[Draft]]:
-        both = asyncio.create_task(events(subject.engine.generate([gone, kept])))
-        alone = asyncio.create_task(events(subject.engine.generate([replace(gone, id=next(subject.numbers))])))
+    async def run() -> tuple[list[Any], list[Any]]:
+        both = asyncio.create_task(events(subject.engine.generate([*gone[:4], kept, *gone[4:]])))
+        alone = asyncio.create_task(events(subject.engine.generate([other])))
         await asyncio.sleep(0.02)
-        other = await subject.engine.cancel({10**9})
-        assert other == []
-        await subject.engine.cancel({gone.id, 10**9})
-        found = await asyncio.wait_for(both, 20)
-        again = await subject.engine.cancel({gone.id})
-        return found, await alone, again
+        assert await subject.engine.cancel({10**9}) == []
+        await subject.engine.cancel(ids | {10**9})
+        assert await subject.engine.cancel(ids) == []
+        return await asyncio.wait_for(both, 20), await alone
 
-    found, alone, again = subject.run(run())
-    assert [s.index for s in sorted(found, key=lambda s: s.index) if s.request_id == kept.id] == [0, 1, 2]
-    assert len([s for s in found if s.request_id == gone.id]) < 60 and again == []
-    assert sorted(s.index for s in alone) == list(range(60))
+    found, alone = subject.run(run())
+    assert sorted(s.index for s in found if s.request_id == kept.id) == sorted(s.index for s in alone) == [0, 1, 2]
+    assert len([s for s in found if s.request_id in ids]) < 800
 
 
 @who("drafts", "cancel keeps tokens", "continue")
 def test_cancelled_samples_keep_their_tokens_and_are_continued(subject: Subject) -> None:
-    request = subject.request(range(30, 40), range(10), LONG)
+    request = subject.request(range(30, 40), range(100), LONG)
 
     async def cut() -> tuple[list[Any], list[Draft]]:
         stream = subject.engine.stream([request])
@@ -248,7 +271,7 @@ def test_cancelled_samples_keep_their_tokens_and_are_continued(subject: Subject)
     assert drafts and not {d.index for d in drafts} & set(whole)
     grown = {d.index: len(d.token_ids) for d in found if isinstance(d, Draft)}
     assert all(len(d.token_ids) >= grown.get(d.index, 0) for d in drafts), "tokens that were told of are lost"
-    left = [index for index in range(10) if index not in whole]
+    left = [index for index in range(100) if index not in whole]
     again = tuple(replace(d, index=left.index(d.index)) for d in drafts)
     rest = subject.request(request.prompt_ids, [request.seeds[i] for i in left], LONG, drafts=again)
     continued = subject.samples(rest)
@@ -338,7 +361,6 @@ SPOILT = {
     "lost": lambda tensors: [(n, t) for n, t in tensors if n != NAME],
     "unknown": lambda tensors: [*tensors, ("other.weight", torch.ones(3))],
     "of another shape": _altered(NAME, lambda t: t[:-1]),
-    "doubled with other values": lambda tensors: [(NAME, dict(tensors)[NAME] + 1), *tensors],
 }
 
 
@@ -358,13 +380,17 @@ def test_weights_that_are_not_whole_are_refused_by_name_and_never_sampled_from(s
 
 
 @who()
-def test_weights_that_were_altered_on_the_way_are_refused_by_name(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["altered", "doubled"])
+def test_weights_that_change_on_the_way_are_refused_by_name(
+    subject: Subject, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = subject.engine.put
 
     async def altered(bucket: Any) -> None:
-        await put([(n, t * 1.5 if n == NAME else t) for n, t in bucket])
+        changed = [(n, t * 1.5 if n == NAME else t) for n, t in bucket]
+        await put(changed)
+        if fault == "doubled":
+            await put(bucket)
 
     monkeypatch.setattr(subject.engine, "put", altered)
     with pytest.raises(EngineError, match=NAME):
@@ -428,11 +454,14 @@ ASKED = {
     "pause": lambda subject: subject.engine.pause(),
     "continue": lambda subject: subject.collect(_continuation(subject)),
     "likeliest": lambda subject: subject.collect(subject.request([5], (1,), Sampling(1.0, 4, top_logprobs=2))),
+    "likeliest before truncation": lambda subject: subject.collect(
+        subject.request([5], (1,), Sampling(1.0, 4, top_k=2, top_logprobs=2))
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("subject", "ability"), [row for row in LACKS if row[1] in ASKED], indirect=["subject"], ids=" ".join
+    ("subject", "ability"), [_marked(*row) for row in LACKS if row[1] in ASKED], indirect=["subject"]
 )
 def test_what_an_engine_does_not_offer_it_refuses(subject: Subject, ability: str) -> None:
     with pytest.raises(EngineError):

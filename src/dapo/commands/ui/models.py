@@ -19,17 +19,17 @@ from dapo.config import Config, load_config
 from dapo.data.parts import Rows, open_parts
 from dapo.data.rows import BadRow, Messages
 from dapo.errors import DataError, UserError
-from dapo.inference.model import FoundModel, Prompting, inference_config, load_engine, load_prompting, room_for
+from dapo.inference.model import Prompting
 from dapo.observe.checkpoints import Checkpoints
 from dapo.observe.progress import QuietListener
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import read_samples, samples_path
-from dapo.records import Prompt
+from dapo.serve.model import load_served
 from dapo.util.files import holds_model
 
 if TYPE_CHECKING:
-    from dapo.rollout.native.engine import NativeEngine  # loads torch
+    from dapo.inference.model import LocalEngine  # loads torch
 
 HELD = 2  # models in memory
 MOST_SAMPLES = 8  # of one model at a time
@@ -139,7 +139,7 @@ class Loaded:
     """A model with its tokenizer and template. ``max_tokens``: of a response; ``max_prompt``: tokens of a prompt."""
 
     prompting: Prompting
-    engine: NativeEngine
+    engine: LocalEngine
     max_tokens: int
     max_prompt: int
 
@@ -194,18 +194,12 @@ on loading while the next one asks."""
 def load(path: Path) -> Loaded:
     """Load the model in a folder inside a run folder, by that run's recipe. Raises UserError if it cannot be loaded."""
     run = path.parent if path.name.startswith("model-") else path.parents[2]
-    found = FoundModel(str(path), run / "config.yaml")
-    # on the CPU: the run may need a GPU for itself
-    bounds: dict[str, Any] = {"runtime": {"device": "cpu"}, "rollout": {"max_concurrent_samples": MOST_SAMPLES * HELD}}
-    config = inference_config(found, bounds)
-    limit = min(config.evaluated_length, MOST_TOKENS)
-    config = inference_config(found, bounds, {"evaluation": {"max_response_length": limit}})
-    prompting = load_prompting(config)
-    longest, _ = room_for(config)
-    room = {"prompt": [Prompt(0, "", (0,) * longest)]}
+    limit = min(recipe_of(run).evaluated_length, MOST_TOKENS)
+    bounds = ["runtime.device=cpu", f"rollout.max_concurrent_samples={MOST_SAMPLES * HELD}"]  # a run may need its GPU
     with _loading:
-        engine = load_engine(prompting, room, MOST_SAMPLES * HELD, QuietListener())
-    return Loaded(prompting, engine, limit, longest)
+        overrides = [*bounds, f"evaluation.max_response_length={limit}"]
+        served = load_served(str(path), QuietListener(), overrides=overrides)
+    return Loaded(served.prompting, served.doors[served.name].engines[0], limit, served.context - limit)
 
 
 def _stamp(path: Path) -> int:

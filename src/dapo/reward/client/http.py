@@ -13,11 +13,12 @@ import aiohttp
 from dapo.config.reward import HttpReward, RemoteReward, ServerReward, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client.mapping import fill, pick, to_json, to_verdict, to_verdicts, unfillable
+from dapo.reward.client.mapping import fill, to_json, to_verdict, to_verdicts, unfillable
 from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
 from dapo.util.http.connections import HttpConnections, whole
 from dapo.util.http.faults import BadReply, Refusal, from_json, one_line
+from dapo.util.http.mapping import pick
 from dapo.util.http.replies import checked
 
 _LARGEST_REPLY = 64 * 2**20

@@ -17,11 +17,12 @@ from tritonclient.utils import InferenceServerException  # type: ignore[import-u
 from dapo.config import KServeReward
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client.mapping import as_text, fill, to_verdict, unfillable
+from dapo.reward.client.mapping import fill, to_verdict, unfillable
 from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
 from dapo.util.http.connections import connection_fault
 from dapo.util.http.faults import BadReply, Fault, Refusal
+from dapo.util.http.mapping import as_text
 
 _LATER = ("408", "429")
 _BUSY = ("502", "503", "504")

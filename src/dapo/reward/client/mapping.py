@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dapo.config.reward import FIELD, fields_of
@@ -15,23 +16,14 @@ from dapo.reward.client.scorer import Call
 from dapo.reward.contract import Doubt, fields
 from dapo.reward.convert import to_reward
 from dapo.util.http.faults import BadReply, one_line
+from dapo.util.http.mapping import as_text, filled, pick, shown
 
 _NOTHING = object()
 
 
 def fill(template: Any, calls: Sequence[Call]) -> Any:
-    """An element of a list that holds a field is repeated for each of ``calls``. A text that is nothing but a field
-    becomes its value, of any type. Raises RewardError: a row lacks a key of the template."""
-    if isinstance(template, dict):
-        return {key: fill(value, calls) for key, value in template.items()}
-    if isinstance(template, list):
-        repeated = ([fill(one, [call]) for call in calls] if any(fields_of(one)) else [one] for one in template)
-        return [element for elements in repeated for element in elements]
-    if not isinstance(template, str):
-        return template
-    if whole := FIELD.fullmatch(template):
-        return _value(whole, calls[0])
-    return FIELD.sub(lambda found: as_text(_value(found, calls[0])), template)
+    """A body for ``calls``. Raises RewardError: a row lacks a key of the template."""
+    return filled(template, FIELD, [partial(_value, call=call) for call in calls])
 
 
 def unfillable(template: Any, prompts: Sequence[Prompt]) -> list[Doubt]:
@@ -67,11 +59,6 @@ def _in_meta(prompt: Prompt, name: str) -> Any:
     return value
 
 
-def as_text(value: Any) -> str:
-    """A value inside of text: empty for None, otherwise JSON if it is no text."""
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def to_json(body: Any) -> bytes:
     """Raises RewardError: a row holds what is not JSON."""
     try:  # lone surrogates, which UTF-8 cannot hold, become question marks
@@ -80,23 +67,11 @@ def to_json(body: Any) -> bytes:
         raise RewardError(f"a reward server can only be sent what JSON can hold: {error}") from None
 
 
-def pick(reply: Any, path: str, key: str) -> Any:
-    """The value at ``path`` (the config's ``key``). Raises BadReply: there is none."""
-    for name in path.split(".") if path else ():
-        if not isinstance(reply, dict):
-            raise BadReply(f"a mapping with {name!r} was expected ({key}={path}), got {_shown(reply)}")
-        if name not in reply:
-            keys = ", ".join(map(repr, reply)) or "none"
-            raise BadReply(f"the reply has no {name!r} ({key}={path}); its keys are {keys}")
-        reply = reply[name]
-    return reply
-
-
 def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward | BadReply]:
     """For each of ``count`` responses. ``value``: path of the reward in a result.
     Raises BadReply: ``results`` is not a list of that many."""
     if not isinstance(results, list):
-        raise BadReply(f"a list of {count} results was expected, got {_shown(results)}")
+        raise BadReply(f"a list of {count} results was expected, got {shown(results)}")
     if len(results) != count:
         raise BadReply(f"{len(results)} results came for {count} responses")
     return [to_verdict(result, place, value, name) for place, result in enumerate(results)]
@@ -115,7 +90,3 @@ def to_verdict(result: Any, place: int, value: str, name: str) -> Reward | BadRe
         return to_reward(picked, name)
     except (RewardError, BadReply) as error:
         return BadReply(f"result {place + 1}: {str(error).removeprefix(f'reward function {name}: ')}")
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {one_line(repr(value))[:80]}"

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dapo.config import JudgeReward
-from dapo.errors import RewardError
-from dapo.reward.client import extra
+from dapo.errors import RewardError, extra
 from dapo.util.http.backoff import Pauses, requested_pause
 from dapo.util.http.faults import BadReply, Fault, error_text
 from dapo.util.http.secrecy import Secrets, shown
@@ -44,7 +43,7 @@ class Endpoint:
     Raises RewardError: aiohttp is not installed, or the key is missing or cannot be a header."""
 
     def __init__(self, config: JudgeReward) -> None:
-        with extra("remote", config.kind):
+        with extra("remote", f"reward.kind={config.kind}", RewardError):
             from dapo.util.http.connections import HttpConnections, token_in
         self._config = config
         key = token_in(config.api_key_env, "reward.api_key_env", RewardError)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,66 @@ PREFILL_TOKENS = 4096  # prompts prefilled in one pass: enough to fill the cores
 Told = Mapping[int, Mapping[tuple[int, int], int] | None]
 """By key, request and index of a sample: how many of its tokens whoever watches has been told; None: none, ever."""
 NO_DRAFT = Draft(0, 0, (), (), ())
+
+
+class AnyDecoder(Protocol):
+    """What the engine's thread does with a decoder."""
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights in use."""
+        ...
+
+    @property
+    def decode_steps(self) -> int:
+        """Times that all rows were given a token, so far."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that cannot be served, with an :class:`EngineError`."""
+        ...
+
+    def submit(self, key: int, request: Request) -> None:
+        """Queue a request; its samples come back under ``key``."""
+        ...
+
+    def cancel(self, gone: Callable[[int, Request], bool]) -> list[int]:
+        """Forget the samples of which ``gone(key, request)``; returns the key of each."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        ...
+
+    def stretch(self, told: Told) -> Iterator[list[tuple[int, Sample | Draft]]]:
+        """Decode for a while. Yields what has finished, and the drafts of the keys in ``told``, once it is there: what
+        is done with it may cost no time of the device."""
+        ...
+
+    def finished(self) -> list[tuple[int, Sample]]:
+        """What has finished already and was not returned yet."""
+        ...
+
+    def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
+        """What is in flight and has tokens, as far as it is; ``told``: less these tokens, and of its keys only."""
+        ...
+
+    def use_weights(self, version: int) -> None:
+        """The model's weights are others now."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the cache's memory back."""
+        ...
+
+    def wake(self) -> None:
+        """Take it again."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +221,10 @@ class Decoder:
                 columns = tuple(tokens), tuple(logprobs), tuple(versions)
                 found.append((row.key, Draft(row.request.id, row.index, *columns, start)))
         return waiting + found
+
+    def stretch(self, told: Told) -> Iterator[list[tuple[int, Sample | Draft]]]:
+        """One cycle, and what has come of it."""
+        yield [*self.step(), *(self.drafts(told) if told else ())]
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Sample]]:

@@ -13,81 +13,25 @@ import asyncio
 import contextvars
 import itertools
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, check_arrived, check_known, some_elements
-from dapo.rollout.native.decoder import Decoder, Told
+from dapo.rollout.native.decoder import AnyDecoder, Decoder, Told
 
 CLOSE_SECONDS = 10.0
+DRAFT_SECONDS = 4e-4  # for each stream, between two times that they are told of drafts: so much of the lock it takes
 
-_Event = Sample | Draft | EngineError | None  # None: a sample that was cancelled
+_Event = Sample | Draft | BaseException | None  # None: a sample that was cancelled
+_Stream = tuple[asyncio.AbstractEventLoop, asyncio.Queue[_Event]]
 _T = TypeVar("_T")
-
-
-class AnyDecoder(Protocol):
-    """What the engine's thread does with a decoder."""
-
-    @property
-    def version(self) -> int:
-        """The policy version of the weights in use."""
-        ...
-
-    @property
-    def decode_steps(self) -> int:
-        """Times that all rows were given a token, so far."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is anything left to do."""
-        ...
-
-    def check(self, request: Request) -> None:
-        """Refuse a request that cannot be served, with an :class:`EngineError`."""
-        ...
-
-    def submit(self, key: int, request: Request) -> None:
-        """Queue a request; its samples come back under ``key``."""
-        ...
-
-    def cancel(self, gone: Callable[[int, Request], bool]) -> list[int]:
-        """Forget the samples of which ``gone(key, request)``; returns the key of each."""
-        ...
-
-    def reset(self) -> None:
-        """Forget all requests."""
-        ...
-
-    def step(self) -> list[tuple[int, Sample]]:
-        """Decode for a while; returns what has finished."""
-        ...
-
-    def finished(self) -> list[tuple[int, Sample]]:
-        """What has finished already and was not returned yet."""
-        ...
-
-    def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
-        """What is in flight and has tokens, as far as it is; ``told``: less these tokens, and of its keys only."""
-        ...
-
-    def use_weights(self, version: int) -> None:
-        """The model's weights are others now."""
-        ...
-
-    def sleep(self) -> None:
-        """Give the cache's memory back."""
-        ...
-
-    def wake(self) -> None:
-        """Take it again."""
-        ...
 
 
 class NativeEngine:
@@ -140,10 +84,9 @@ class NativeEngine:
         self._parameters = changing_parameters(model)
         self._threads = threads
         self._keys = itertools.count()
-        self._streams: dict[int, Callable[[_Event], None]] = {}
-        self._watched: dict[
-            int, dict[tuple[int, int], int] | None
-        ] = {}  # streams that are told of drafts, and how much
+        self._streams: dict[int, _Stream] = {}
+        self._watched: dict[int, dict[tuple[int, int], int] | None] = {}  # that are told of drafts, and how much
+        self._due = 0.0  # when all of them are told next
         self._paused = False
         self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._broken: EngineError | None = None
@@ -176,34 +119,37 @@ class NativeEngine:
         for request in requests:
             self._decoder.check(request)
         expected = sum(len(r.seeds) for r in requests)
-        loop = asyncio.get_running_loop()
         queue: asyncio.Queue[_Event] = asyncio.Queue()
+        stream = asyncio.get_running_loop(), queue
         key = next(self._keys)
-
-        def deliver(event: _Event) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, event)
 
         def submit() -> None:
             if self._incomplete is not None:
                 raise EngineError(f"the weights of version {self._incomplete} arrived in part; load them again")
-            self._streams[key] = deliver
+            self._streams[key] = stream
             if drafts:
                 self._watched[key] = {} if only_new else None
             for request in requests:
                 self._decoder.submit(key, request)
 
+        def refused(submitted: Future[None]) -> None:
+            if error := submitted.exception():
+                _deliver({key: stream}, [(key, error)])
+
+        future: Future[None] = Future()
+        future.add_done_callback(refused)  # nobody waits for it: each wake-up of the loop costs the thread its lock
         try:
-            await self._call(submit)  # in here: a consumer may be cancelled while it waits for this
+            self._post(submit, future)
             while expected:
                 event = await queue.get()
-                if isinstance(event, EngineError):
+                if isinstance(event, BaseException):
                     raise event
                 expected -= not isinstance(event, Draft)
                 if event is not None:
                     yield event
         finally:
             if not (self._closing or self._broken):
-                self._post(lambda: self._forget(key), None)
+                self._post(lambda: self._forget(key, bool(expected)), None)
 
     def check(self, request: Request) -> None:
         """Raises EngineError: the request cannot be served; says why."""
@@ -211,10 +157,10 @@ class NativeEngine:
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
         def cancel() -> list[Draft]:
-            self._advance(self._decoder.finished)
+            self._advance(lambda: [self._decoder.finished()])
             drafts = [draft for _, draft in self._decoder.drafts() if draft.request_id in request_ids]
-            for key in self._decoder.cancel(lambda _, request: request.id in request_ids):
-                self._deliver(key, None)
+            ended = self._decoder.cancel(lambda _, request: request.id in request_ids)
+            self._hand_out([(key, None) for key in ended])
             return drafts
 
         return await self._call(cancel)
@@ -337,52 +283,68 @@ class NativeEngine:
             if command is not None:
                 _execute(*command)
             else:
-                self._advance(self._decoder.step)
+                self._advance(lambda: self._decoder.stretch(self._told()))
 
     @property
     def _held(self) -> bool:
         """Whether to leave what is in flight: paused, or new weights have come in part."""
         return self._paused or self._incomplete is not None
 
-    def _advance(self, work: Callable[[], list[tuple[int, Sample]]]) -> None:
-        """Hand out what ``work`` returns; where it fails, fail everything."""
+    def _advance(self, work: Callable[[], Iterable[Sequence[tuple[int, _Event]]]]) -> None:
+        """Hand out what ``work`` comes to; where it fails, fail everything."""
         try:
-            finished: list[tuple[int, Sample | Draft]] = [*work()]
-            if self._watched:  # drafts cost a look at the device
-                finished += self._decoder.drafts(self._watched)
+            for events in work():
+                self._hand_out(events)
         except Exception as error:
             self._decoder.reset()
             if not isinstance(error, EngineError):
                 error = EngineError(f"decoding failed: {type(error).__name__}: {error}")
             self._fail_streams(error)
-            return
-        for key, event in finished:
+
+    def _told(self) -> Told:
+        """The streams that are told of drafts now: at once those that have heard nothing yet."""
+        if (now := time.monotonic()) < self._due:
+            return {key: told for key, told in self._watched.items() if not told}
+        self._due = now + DRAFT_SECONDS * len(self._watched)
+        return self._watched
+
+    def _hand_out(self, events: Sequence[tuple[int, _Event]]) -> None:
+        for key, event in events:
             if isinstance(event, Draft) and (told := self._watched.get(key)) is not None:
                 told[event.request_id, event.index] = event.start + len(event.token_ids)
-            self._deliver(key, event)
-
-    def _deliver(self, key: int, event: _Event) -> None:
-        if key in self._streams and not _delivered(self._streams[key], event):
+        for key in _deliver(self._streams, events):
             self._forget(key)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, unfinished: bool = True) -> None:
         self._streams.pop(key, None)
         self._watched.pop(key, None)
-        self._decoder.cancel(lambda other, _: other == key)
+        if unfinished:  # which to find takes a look at all rows
+            self._decoder.cancel(lambda other, _: other == key)
 
     def _fail_streams(self, error: EngineError) -> None:
         streams, self._streams = self._streams, {}
-        for deliver in streams.values():
-            _delivered(deliver, error)
+        _deliver(streams, [(key, error) for key in list(streams)])
 
 
-def _delivered(deliver: Callable[[_Event], None], event: _Event) -> bool:
-    """False: the event loop of whoever asked is gone, and nobody is waiting."""
-    try:
-        deliver(event)
-    except RuntimeError:
-        return False
-    return True
+def _deliver(streams: Mapping[int, _Stream], events: Iterable[tuple[int, _Event]]) -> list[int]:
+    """Put events into their streams, with one wake-up of each event loop. Returns the streams whose loop is gone."""
+    found = defaultdict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[_Event], _Event]]](list)
+    for key, event in events:
+        if key in streams:
+            loop, queue = streams[key]
+            found[loop].append((queue, event))
+    lost: list[int] = []
+    for loop, ready in found.items():
+        try:
+            loop.call_soon_threadsafe(_put, ready)
+        except RuntimeError:
+            lost += [key for key, stream in streams.items() if stream[0] is loop]
+    return lost
+
+
+def _put(ready: Sequence[tuple[asyncio.Queue[_Event], _Event]]) -> None:
+    for queue, event in ready:
+        queue.put_nowait(event)
 
 
 def _execute(command: Callable[[], Any], future: Future[Any] | None) -> None:

@@ -96,6 +96,11 @@ class VLLMEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the weights that it is handed, by name."""
+        return self._transfer.shapes
+
     def check(self, request: Request) -> None:
         """Raises EngineError: the request cannot be served; says why."""
         check_request(
@@ -105,6 +110,12 @@ class VLLMEngine:
             can_decode=self._decode is not None,
             stop_ids=self._stop_ids,
         )
+        sampling = request.sampling
+        if sampling.top_logprobs and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+            text = (
+                "vLLM reports the likeliest tokens after truncation: top_logprobs goes without top_p, top_k and min_p"
+            )
+            raise EngineError(f"request {request.id}: {text}")
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
         return cast(AsyncIterator[Sample], self.stream(requests, drafts=False))

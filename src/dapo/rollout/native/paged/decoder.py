@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -148,13 +148,20 @@ class PagedDecoder:
     def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
         """The samples in flight that have tokens, as they were after the last stretch; those on their way out, not.
         ``told``: less these tokens, and of its keys only."""
-        found = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens)]
-        rows = [row for row, s in self._rows.items() if self._generated[row] and (told is None or s.key in told)]
-        if rows:
-            responses = self._runner.fetch(rows, [int(self._generated[row]) for row in rows], 0).result()
-            found += zip((self._rows[row] for row in rows), responses, strict=True)
-        asked = ((s, response) for s, response in found if told is None or s.key in told)
-        return [(s.key, s.draft(r, told_of(told, s.key, s.request.id, s.index))) for s, r in asked]
+        return self._drafts(told)()
+
+    def _drafts(self, told: Told | None) -> Callable[[], list[tuple[int, Draft]]]:
+        """Has the device send them; what is returned waits until they are here."""
+        waiting = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens)]
+        rows = {row: s for row, s in self._rows.items() if self._generated[row] and (told is None or s.key in told)}
+        fetch = self._runner.fetch(list(rows), [int(self._generated[row]) for row in rows], 0) if rows else None
+
+        def arrived() -> list[tuple[int, Draft]]:
+            every = waiting + list(zip(rows.values(), fetch.result() if fetch else (), strict=True))
+            asked = ((s, response) for s, response in every if told is None or s.key in told)
+            return [(s.key, s.draft(r, told_of(told, s.key, s.request.id, s.index))) for s, r in asked]
+
+        return arrived
 
     def use_weights(self, version: int) -> None:
         """The model's weights are others now. What is in flight goes on under them; prompts computed ahead do not."""
@@ -164,20 +171,27 @@ class PagedDecoder:
         for row, sequence in self._rows.items():
             sequence.marks.append((int(self._generated[row]), version))
 
-    def step(self) -> list[tuple[int, Sample]]:
-        """One stretch: admit, decode, and return the samples that finished in the stretch before."""
+    def stretch(self, told: Told) -> Iterator[list[tuple[int, Sample | Draft]]]:
+        """Admit and decode. While the device is at work, yields the samples that finished in the stretch before, and
+        drafts as they were after it."""
+        drafts = self._drafts(told) if told else list[tuple[int, Draft]]
         self._admit()
         if not self._rows:
-            return self.finished()
-        self._grow()
+            yield [*self.finished()]
+            return
+        steps = self._grow()
         self._compact()
-        rows = max(self._rows) + 1
-        steps = self._steps()
         self.decode_steps += steps
-        self._runner.run(self._runner.rung(rows), steps, self._variant(), self._tables.table)
-        finished = self.finished()  # while the device is at work
+        asked = [sequence.request.sampling for sequence in self._rows.values()]
+        truncates = any(one.top_k or one.top_p < 1 or one.min_p for one in asked)
+        variant = Variant(truncates, max(one.top_logprobs for one in asked))
+        self._runner.run(self._runner.rung(max(self._rows) + 1), steps, variant, self._tables.table)
+        yield [*self.finished(), *drafts()]
         self._collect()
-        return finished
+
+    def step(self) -> list[tuple[int, Sample | Draft]]:
+        """The same at once, without drafts."""
+        return [one for some in self.stretch({}) for one in some]
 
     # -- admit -----------------------------------------------------------------------------------------------------
 
@@ -215,9 +229,7 @@ class PagedDecoder:
             batch.append(waiting)
         parts = [w for w in batch if w.cached]
         if parts:
-            slots = [
-                slots_of(w.pages, w.cached, self._page_tokens) for w in parts if w.pages is not None
-            ]  # all have them
+            slots = [slots_of(w.pages, w.cached, self._page_tokens) for w in parts if w.pages is not None]
             self._runner.prefill(
                 np.concatenate([w.tokens[:-1] for w in parts]), [w.cached for w in parts], np.concatenate(slots)
             )
@@ -250,9 +262,8 @@ class PagedDecoder:
         while waiting.sequences and len(self._rows) < self._runner.rows and self._make_room(growth, keep=waiting):
             row, sequence = next(free_rows), waiting.sequences.popleft()
             # the last one takes over the pages that the others have shared
-            self._tables.begin(
-                row, self._shared(waiting.pages, waiting.cached, copies) if waiting.sequences else waiting.pages
-            )
+            pages = self._shared(waiting.pages, waiting.cached, copies) if waiting.sequences else waiting.pages
+            self._tables.begin(row, pages)
             starts.append(self._begin(row, sequence, waiting))
         if waiting.sequences:
             return False
@@ -282,31 +293,20 @@ class PagedDecoder:
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    def _steps(self) -> int:
-        """Length of the stretch: no longer than the last row can go on."""
-        left = max(sequence.limit - self._generated[row] for row, sequence in self._rows.items())
-        return int(min(self._stretch, left))
-
-    def _variant(self) -> Variant:
-        settings = [sequence.request.sampling for sequence in self._rows.values()]
-        truncate = any(s.top_k or s.top_p < 1 or s.min_p for s in settings)
-        return Variant(truncate, max(s.top_logprobs for s in settings))
-
-    def _grow(self) -> None:
-        """Give every row the pages of the next stretch; take them from prompts computed ahead and from the youngest."""
+    def _grow(self) -> int:
+        """Give every row the pages of the next stretch; take them from prompts computed ahead and from the youngest.
+        Returns the stretch's length: no longer than the last row can go on."""
         while True:
             rows = np.fromiter(self._rows, np.int64)
-            ends = self._lengths[rows] + self._limits_left(rows)
-            wanted = np.minimum(self._lengths[rows] + self._stretch, ends)
+            limits = np.array([sequence.limit for sequence in self._rows.values()], np.int64)
+            steps = np.minimum(limits - self._generated[rows], self._stretch)
+            wanted = self._lengths[rows] + steps
             short = int(self._tables.missing(rows, wanted).sum()) - self._pages.free
             if short <= 0:
-                return self._tables.grow(rows, wanted)
+                self._tables.grow(rows, wanted)
+                return int(steps.max())
             if not self._drop_computed():
                 self._preempt(max(self._rows, key=lambda row: self._rows[row].age))
-
-    def _limits_left(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens that each of ``rows`` may still draw."""
-        return np.array([self._rows[int(row)].limit for row in rows], np.int64) - self._generated[rows]
 
     def _drop_computed(self) -> bool:
         """Release the pages of the last prompt that was computed ahead, if there is one."""
