@@ -198,7 +198,7 @@ def test_the_kind_follows_from_the_devices(monkeypatch: pytest.MonkeyPatch) -> N
             if asked == kind:
                 assert chosen(asked, device, workers[name]) == asked
             else:
-                with pytest.raises(ConfigError, match=f"runtime.sync.kind: {asked} needs learner and engine on"):
+                with pytest.raises(ConfigError, match=f"runtime.sync: {asked} needs learner and engine on"):
                     chosen(asked, device, workers[name])
     with pytest.raises(ConfigError, match="copy is for an engine in this process"):
         WeightTransfer(None, random_model("qwen2"), torch.float32, "copy")  # type: ignore[arg-type]

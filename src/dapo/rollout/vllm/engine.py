@@ -90,7 +90,7 @@ class VLLMEngine:
             self._processes = Processes(arguments, engine_device(config), torch.get_num_threads())
         self._core = self._processes.core
         dtype = getattr(torch, config.model.compute_dtype)
-        self._transfer = WeightTransfer(self._rpc, model, dtype, config.runtime.sync.kind)
+        self._transfer = WeightTransfer(self._rpc, model, dtype, config.runtime.sync)
 
     @property
     def version(self) -> int:

@@ -47,14 +47,14 @@ class WeightTransfer:
                 :class:`~dapo.rollout.vllm.worker.Receiver` (``worker_extension_cls``).
             model: as the learner has it; on the meta device, as from :func:`dapo.training.lora.trainable_shape`.
             dtype: that vLLM computes with.
-            kind: ``runtime.sync.kind``.
+            kind: ``runtime.sync``.
 
         Raises:
             ConfigError: the kind is that of another engine.
         """
         if kind == "copy":
             raise ConfigError(
-                "runtime.sync.kind: copy is for an engine in this process, and vLLM has its own; use auto, files, ipc "
+                "runtime.sync: copy is for an engine in this process, and vLLM has its own; use auto, files, ipc "
                 "or nccl"
             )
         self.shapes = {name: tuple(parameter.shape) for name, parameter in changing_parameters(model).items()}
@@ -235,7 +235,7 @@ def chosen(kind: str, learner: torch.device, workers: Sequence[Mapping[str, Any]
         need = "on one GPU" if kind == "ipc" else "on different GPUs"
         theirs = ", ".join(" ".join(filter(None, (worker["type"], worker["uuid"]))) for worker in workers)
         raise ConfigError(
-            f"runtime.sync.kind: {kind} needs learner and engine {need}, but the learner is on {learner.type} {uuid}, "
+            f"runtime.sync: {kind} needs learner and engine {need}, but the learner is on {learner.type} {uuid}, "
             f"and vLLM on {theirs}; use auto or files"
         )
     return kind if kind != "auto" else "ipc" if same else "nccl" if apart else "files"
