@@ -69,13 +69,16 @@ class Vllm:
 
 def started(model: Any, folder: Path = Path("none"), longest: int = 48, **settings: Any) -> Iterator[Vllm]:
     """Yields it once. ``longest``: tokens of prompt and response."""
-    from dapo.rollout.vllm.engine import VLLMEngine
+    from dapo.rollout.vllm import engine as module
+
+    def arguments(*args: Any) -> dict[str, Any]:
+        return options.engine_arguments(*args) | {"worker_extension_cls": "vllm_faults.FaultyReceiver"}
 
     given = {"model.path": str(folder), "model.compute_dtype": "float32", "rollout.engine": "vllm"}
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "RECEIVER", "vllm_faults.FaultyReceiver")
+        patch.setattr(module, "engine_arguments", arguments)
         config = build_config(nested(given | settings))
-        engine = VLLMEngine(config, model, [0], max_sequence_tokens=longest, max_concurrent_samples=8)
+        engine = module.VLLMEngine(config, model, [0], max_sequence_tokens=longest, max_concurrent_samples=8)
         try:
             yield Vllm(engine, model, runner)
         finally:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dapo.records import Sample
 from dapo.rollout.engine import Request, Sampling
 from helpers import random_model
 from vllm_subject import SHAPE, Vllm, started
@@ -70,14 +71,14 @@ def test_samples_in_flight_go_on_by_the_new_weights_alone(vllm: Vllm) -> None:
 
     async def over_a_sync() -> Any:
         requests = [Request(n, LONG, (n,), Sampling(1.0, 200)) for n in range(2)]
-        found = []
+        found, begun = [], set()
         async for event in vllm.engine.stream(requests):
-            if hasattr(event, "start"):
-                if len(event.token_ids) == 5 and vllm.engine.version == before:
-                    vllm.change(0.1)
-                    await vllm.give()
-            else:
+            if isinstance(event, Sample):
                 found.append((requests[event.request_id], event))
+            begun.add(event.request_id)
+            if len(begun) == 2 and vllm.engine.version == before:
+                vllm.change(0.1)
+                await vllm.give()
         return found
 
     before = vllm.engine.version

@@ -94,7 +94,7 @@ def test_the_same_tensor_twice_is_no_fault_and_small_steps_arrive(vllm: Vllm) ->
 def test_a_worker_that_dies_in_the_middle_is_told(vllm: Vllm) -> None:
     vllm.push()
     vllm.call("dapo_fault", "exit", K)
-    with pytest.raises(EngineError, match="vLLM"):
+    with pytest.raises(EngineError, match="vLLM ended: .*died"):
         vllm.push()
     with pytest.raises(EngineError):
         vllm.mismatch()
@@ -144,6 +144,23 @@ def test_a_group_of_processes_and_ranks_that_have_parts(ranks: int, monkeypatch:
         with pytest.raises(EngineError, match=f"such as {GATE}, arrived but did not reach"):
             vllm.push()
         assert vllm.engine._transfer._group is not None
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "name, shape", [("gpt2", {"n_embd": 64, "n_head": 2}), ("qwen3", {"head_dim": 32, "hidden_size": 64})]
+)
+def test_models_that_vllm_lays_out_in_other_ways(name: str, shape: dict[str, int]) -> None:
+    for vllm in started(random_model(name, **shape)):
+        for _ in range(2):
+            vllm.change(1e-3)
+            vllm.push()
+            assert vllm.mismatch() < 1e-4
+        vllm.call("dapo_fault", "nowhere")
+        vllm.change(1e-3)
+        with pytest.raises(EngineError, match="arrived but did not reach"):
+            vllm.push()
 
 
 # -- without vLLM --------------------------------------------------------------------------------------------------

@@ -333,7 +333,7 @@ class VLLMEngine:
         except EngineError:
             raise
         except Exception as error:
-            await asyncio.sleep(0)  # the reader may know more
+            await asyncio.wait({self._reader}, timeout=2.0)  # where a process has died, the reader is told why
             if self._broken:
                 raise self._broken from None
             raise EngineError(f"vLLM: {method.removesuffix('_async')}: {type(error).__name__}: {error}") from error

@@ -43,7 +43,7 @@ class WeightTransfer:
     ) -> None:
         """
         Args:
-            call: of a method of all workers: ``AsyncLLM.collective_rpc``. They have
+            call: of a method of all workers, which raises EngineError. They have
                 :class:`~dapo.rollout.vllm.worker.Receiver` (``worker_extension_cls``).
             model: as the learner has it; on the meta device, as from :func:`dapo.training.lora.trainable_shape`.
             dtype: that vLLM computes with.
@@ -216,9 +216,8 @@ class WeightTransfer:
         """Have all workers do a step. Raises EngineError: one of them refused or failed."""
         try:
             answers = await self._call("dapo_weights", args=(step, *args))
-        except Exception as error:  # of many kinds, and a worker that died is one of them
-            text = f"vLLM failed while new weights were handed to it ({step}): {type(error).__name__}: {error}"
-            raise EngineError(f"weights: {text}") from error
+        except EngineError as error:  # a worker that died, for one
+            raise EngineError(f"weights: vLLM failed while it was handed new ones ({step}): {error}") from error
         for answer in answers:
             if "error" in answer:
                 raise EngineError(answer["error"])
