@@ -94,7 +94,7 @@ def test_the_same_tensor_twice_is_no_fault_and_small_steps_arrive(vllm: Vllm) ->
 def test_a_worker_that_dies_in_the_middle_is_told(vllm: Vllm) -> None:
     vllm.push()
     vllm.call("dapo_fault", "exit", K)
-    with pytest.raises(EngineError, match="vLLM ended: .*died"):
+    with pytest.raises(EngineError, match=r"vLLM ended: .*died"):
         vllm.push()
     with pytest.raises(EngineError):
         vllm.mismatch()
