@@ -24,8 +24,7 @@ class LoraConfig(Section):
     """What the adapter adds is multiplied by alpha / rank. By default twice the rank. There is no dropout: the policy
     that is sampled from must be the one that is trained."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers with an adapter, such as `[q_proj, v_proj]`. all-linear: all between embedding and
-    output head."""
+    """Linear layers with an adapter, such as `[q_proj, v_proj]`. all-linear: all between embedding and output head."""
 
     @field_validator("target_modules")
     @classmethod
@@ -84,12 +83,10 @@ def _can_be_filled(value: dict[str, Any]) -> dict[str, Any]:
 
 class RolloutConfig(Section):
     engine: Annotated[PathText, AfterValidator(OneOf(("native", "vllm", "openai")))] = "native"
-    """What samples in training: this process, processes of vLLM beside it, or with `openai` the server at
-    rollout.url. They are handed the weights. An evaluation by `dapo evaluate` is sampled by `native`, or by a server
-    (`--server`)."""
+    """What samples in training, and is handed the weights: this process, vLLM in its own, or with `openai` the server
+    at rollout.url. An evaluation by `dapo evaluate` is sampled by `native`, or by a server (`--server`)."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs (or processes on a CPU) that share the model's weights, with engine=vllm. They are those from rollout.device
-    on."""
+    """GPUs, from rollout.device on, that share the model with engine=vllm; on a CPU processes."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, by the names it has for them, such as enforce_eager."""
     url: Annotated[str, AfterValidator(_is_an_address)] | None = None
@@ -107,8 +104,7 @@ class RolloutConfig(Section):
     timeout_s: float = Field(1800.0, gt=0)
     """Longest time for one request to the server, such as all responses to a prompt."""
     give_up_after_s: float = Field(120.0, gt=0)
-    """How long a request is made again (with growing pauses) while the server is down or busy. Then the run ends, with
-    a checkpoint."""
+    """How long a request is made again while the server is down or busy. Then the run ends, with a checkpoint."""
     cache_gib: float | None = Field(None, gt=0, le=2**20)
     """Memory of a GPU for keys and values, in GiB. null: what is free, as far as it can be of use. Beyond it sequences
     wait, or are interrupted and started again from the tokens they have. A cache of a given size stays during updates
@@ -343,12 +339,6 @@ class EvaluationConfig(Section):
         return value
 
 
-class SyncConfig(Section):
-    kind: Literal["auto", "copy", "ipc", "nccl", "files"] = "auto"
-    """How new weights get to the engine: `copy` in one process (native), and to vLLM as handles of memory on the same
-    GPU (`ipc`), from one GPU to others (`nccl`), or as files in memory. `auto`: what the placement allows."""
-
-
 class RuntimeConfig(Section):
     kind: Literal["local"] = "local"
     """Placement: one process."""
@@ -359,7 +349,9 @@ class RuntimeConfig(Section):
     for others."""
     deterministic: bool = False
     """Pin every shape, so that the same seed gives the same bits."""
-    sync: SyncConfig = SyncConfig()
+    sync: Literal["auto", "copy", "ipc", "nccl", "files"] = "auto"
+    """How new weights get to the engine: `copy` in one process (`native`), and to vLLM by `ipc` on the same GPU, `nccl`
+    to others, or `files` in memory. `auto`: what the placement allows."""
 
 
 class RunConfig(Section):

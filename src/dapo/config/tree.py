@@ -129,7 +129,7 @@ def _conflicting_sizes(config: Config) -> Iterator[str]:
 
 
 def _conflicts_of_engine(config: Config) -> Iterator[str]:
-    rollout, kind = config.rollout, config.runtime.sync.kind
+    rollout, kind = config.rollout, config.runtime.sync
     if (rollout.engine == "openai") != bool(rollout.url):
         yield (
             f"rollout.url: goes with rollout.engine=openai, and that with rollout.url; engine is {rollout.engine}, and "
@@ -147,7 +147,7 @@ def _conflicts_of_engine(config: Config) -> Iterator[str]:
     allowed = {"native": ("copy",), "vllm": ("ipc", "nccl", "files")}.get(rollout.engine, ())
     if kind not in ("auto", *allowed):
         yield (
-            f"runtime.sync.kind: is {kind}, but new weights get to rollout.engine={rollout.engine} by "
+            f"runtime.sync: is {kind}, but new weights get to rollout.engine={rollout.engine} by "
             f"{' or '.join(allowed) or 'its own way'}; use auto"
         )
 

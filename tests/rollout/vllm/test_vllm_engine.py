@@ -67,8 +67,8 @@ def gone(processes: list[int], within_s: float = 20.0) -> bool:
     ("changes", "words"),
     [
         ({"runtime.deterministic": True}, "runtime.deterministic: vLLM's results depend on"),
-        ({"runtime.sync.kind": "copy"}, "rollout.engine=vllm by ipc or nccl or files; use auto"),
-        ({"rollout.engine": "native", "runtime.sync.kind": "files"}, "rollout.engine=native by copy; use auto"),
+        ({"runtime.sync": "copy"}, "rollout.engine=vllm by ipc or nccl or files; use auto"),
+        ({"rollout.engine": "native", "runtime.sync": "files"}, "rollout.engine=native by copy; use auto"),
         ({"rollout.engine": "native", "rollout.tensor_parallel": 2}, "rollout.tensor_parallel: is for"),
         ({"rollout.engine": "native", "rollout.engine_args": {"block_size": 16}}, "rollout.engine_args: is for"),
     ],

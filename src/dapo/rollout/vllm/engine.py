@@ -90,7 +90,7 @@ class VLLMEngine:
             self._processes = Processes(arguments, engine_device(config), torch.get_num_threads())
         self._core = self._processes.core
         dtype = getattr(torch, config.model.compute_dtype)
-        self._transfer = WeightTransfer(self._rpc, model, dtype, config.runtime.sync.kind)
+        self._transfer = WeightTransfer(self._rpc, model, dtype, config.runtime.sync)
 
     @property
     def version(self) -> int:
@@ -242,10 +242,10 @@ class VLLMEngine:
 
     async def _settled(self) -> None:
         """All that has come from vLLM so far has been taken."""
-        self._start_reading()
+        reader = self._start_reading()
         mark = asyncio.get_running_loop().create_future()
         self._core.outputs_queue.put_nowait(mark)
-        await self._unless_broken(mark)
+        await self._unless_broken(mark, reader)
 
     async def begin(self, version: int) -> None:
         async with self._control:
@@ -326,22 +326,21 @@ class VLLMEngine:
 
     async def _ask(self, method: str, *args: Any) -> Any:
         """Raises EngineError: vLLM failed at it, or has ended."""
-        self._start_reading()
+        reader = self._start_reading()
         call = asyncio.ensure_future(getattr(self._core, method)(*args))
         try:
-            return await self._unless_broken(call)
+            return await self._unless_broken(call, reader)
         except EngineError:
             raise
         except Exception as error:
-            await asyncio.sleep(0)  # the reader may know more
+            await asyncio.wait({reader}, timeout=2.0)  # where a process has died, the reader is told why
             if self._broken:
                 raise self._broken from None
             raise EngineError(f"vLLM: {method.removesuffix('_async')}: {type(error).__name__}: {error}") from error
 
-    async def _unless_broken(self, work: asyncio.Future[Any]) -> Any:
-        assert self._reader is not None
+    async def _unless_broken(self, work: asyncio.Future[Any], reader: asyncio.Task[None]) -> Any:
         try:
-            await asyncio.wait({work, self._reader}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, reader}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not work.done():
                 work.cancel()
@@ -349,11 +348,12 @@ class VLLMEngine:
             raise self._broken or EngineError("the engine was closed")
         return work.result()
 
-    def _start_reading(self) -> None:
+    def _start_reading(self) -> asyncio.Task[None]:
         if self._broken:
             raise self._broken
         if self._reader is None:
             self._reader = asyncio.get_running_loop().create_task(self._read(), name="dapo-vllm")
+        return self._reader
 
     async def close(self) -> None:
         self._broken = self._broken or EngineError("the engine was closed")

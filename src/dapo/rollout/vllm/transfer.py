@@ -43,18 +43,18 @@ class WeightTransfer:
     ) -> None:
         """
         Args:
-            call: of a method of all workers: ``AsyncLLM.collective_rpc``. They have
+            call: of a method of all workers, which raises EngineError. They have
                 :class:`~dapo.rollout.vllm.worker.Receiver` (``worker_extension_cls``).
             model: as the learner has it; on the meta device, as from :func:`dapo.training.lora.trainable_shape`.
             dtype: that vLLM computes with.
-            kind: ``runtime.sync.kind``.
+            kind: ``runtime.sync``.
 
         Raises:
             ConfigError: the kind is that of another engine.
         """
         if kind == "copy":
             raise ConfigError(
-                "runtime.sync.kind: copy is for an engine in this process, and vLLM has its own; use auto, files, ipc "
+                "runtime.sync: copy is for an engine in this process, and vLLM has its own; use auto, files, ipc "
                 "or nccl"
             )
         self.shapes = {name: tuple(parameter.shape) for name, parameter in changing_parameters(model).items()}
@@ -216,9 +216,8 @@ class WeightTransfer:
         """Have all workers do a step. Raises EngineError: one of them refused or failed."""
         try:
             answers = await self._call("dapo_weights", args=(step, *args))
-        except Exception as error:  # of many kinds, and a worker that died is one of them
-            text = f"vLLM failed while new weights were handed to it ({step}): {type(error).__name__}: {error}"
-            raise EngineError(f"weights: {text}") from error
+        except EngineError as error:  # a worker that died, for one
+            raise EngineError(f"weights: vLLM failed while it was handed new ones ({step}): {error}") from error
         for answer in answers:
             if "error" in answer:
                 raise EngineError(answer["error"])
@@ -236,7 +235,7 @@ def chosen(kind: str, learner: torch.device, workers: Sequence[Mapping[str, Any]
         need = "on one GPU" if kind == "ipc" else "on different GPUs"
         theirs = ", ".join(" ".join(filter(None, (worker["type"], worker["uuid"]))) for worker in workers)
         raise ConfigError(
-            f"runtime.sync.kind: {kind} needs learner and engine {need}, but the learner is on {learner.type} {uuid}, "
+            f"runtime.sync: {kind} needs learner and engine {need}, but the learner is on {learner.type} {uuid}, "
             f"and vLLM on {theirs}; use auto or files"
         )
     return kind if kind != "auto" else "ipc" if same else "nccl" if apart else "files"

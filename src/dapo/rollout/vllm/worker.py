@@ -87,7 +87,7 @@ class _Place:
         columns = self.columns(version)
         if plain.dim() == 2:
             yield plain[rows][:, columns]
-        if plain.device.type == "cpu":  # vLLM multiplies by a packed copy there
+        if plain.device.type == "cpu" and hasattr(module, "quant_method"):  # vLLM multiplies by a packed copy there
             one_hot = torch.nn.functional.one_hot(torch.tensor(columns), self.width).to(plain.dtype)
             yield module.quant_method.apply(module, one_hot, None).T[rows]
 
@@ -103,6 +103,7 @@ class Incoming:
         self._model = worker.model_runner.get_model()
         self._modules = dict(self._model.named_modules())
         self._parameters = {name for name, _ in self._model.named_parameters()}
+        self._gpt2 = worker.model_config.hf_config.model_type == "gpt2"
         self._tied = _tied(self._modules.values())
         self._open, self._version = False, -1
         self._arrived: dict[str, torch.Tensor] = {}  # some elements of each
@@ -147,6 +148,8 @@ class Incoming:
             elif not torch.equal(self._arrived[name], elements):
                 raise EngineError(f"weights: {name} came twice, with other values")
             self._arrived[name] = elements
+            if self._gpt2 and tensor.dim() == 2 and name.split(".")[-2] in ("c_attn", "c_proj", "c_fc"):
+                tensor = tensor.T  # as vLLM has it
             if name not in self._places:
                 self._places[name] = self._place(name, tensor)
             if (place := self._places[name]) is not None:
@@ -165,7 +168,8 @@ class Incoming:
         self._reload.finalize_layerwise_reload(self._model, self._worker.model_config)
         self._open = False
         for module in (module for modules in self._tied.values() for module in modules):
-            module.quant_method.process_weights_after_loading(module)  # on a CPU a copy, and vLLM leaves it as it was
+            if hasattr(module, "quant_method"):  # on a CPU it has a copy, which vLLM leaves as it was
+                module.quant_method.process_weights_after_loading(module)
         nothing = self._parameters - (self._parameters if self._taken is None else self._taken)
         if nothing and self._worker.model_config.quantization is None:
             raise EngineError(f"weights: {len(nothing)} parameters of vLLM's got none, such as {min(nothing)}")
@@ -182,7 +186,10 @@ class Incoming:
             for module in (place.module, *self._tied.get(place.module, ())):
                 where = name if module is place.module else f"the output head tied to {name}"
                 for have in place.read(module, self._version):
-                    agree = have.shape == sample.shape and bool((have == sample).all())
+                    want = sample.to(have.dtype)
+                    agree = torch.equal(have, want) or (  # some models have their rows in another order
+                        have.shape == want.shape and torch.equal(have.sort(0).values, want.sort(0).values)
+                    )
                     same[where] = same.get(where, True) and agree
         if lost := [name for name, agree in same.items() if not agree]:
             raise EngineError(
