@@ -333,6 +333,7 @@ class VLLMEngine:
         except EngineError:
             raise
         except Exception as error:
+            assert self._reader is not None
             await asyncio.wait({self._reader}, timeout=2.0)  # where a process has died, the reader is told why
             if self._broken:
                 raise self._broken from None
