@@ -58,7 +58,7 @@ NOT_RUN = {
     "docs/quickstart.md": 4,
     "docs/models.md": 1,
     "docs/rewards.md": 2,
-    "docs/serving.md": 5,
+    "docs/serving.md": 6,
     "docs/trackers.md": 1,
     "docs/vllm.md": 1,
 }

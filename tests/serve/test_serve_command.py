@@ -73,8 +73,8 @@ def begun(client: httpx.Client, **body: Any) -> tuple[threading.Thread, list[Any
 
 def test_it_ends_in_time_however_much_is_under_way(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "tiny")
-    with serving(folder, "--drain-s", "1") as server, asking(server) as client:
-        running = [begun(client) for _ in range(4)]
+    with serving(folder, "--drain-s", "1", "--max-waiting", "40000") as server, asking(server) as client:
+        running = [begun(client, n=10_000) for _ in range(4)]
         time.sleep(0.5)
         started = time.monotonic()
         assert server.stop()[0] == 0

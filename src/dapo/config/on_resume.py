@@ -17,7 +17,7 @@ MAY_CHANGE = (
     *_keys("evaluation", "temperature top_p top_k min_p metrics while_sampling"),
     *_keys("reward", "workers max_error_rate responses_per_call concurrency retries give_up_after_s hedge_after_s"),
     *_keys("reward", "url token_env api_key_env cache"),
-    *_keys("rollout", "url token_env model timeout_s give_up_after_s"),
+    *_keys("rollout", "url token_env model request text timeout_s give_up_after_s"),
     *("data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
 )
 """Keys, and sections with all of their keys, that change nothing but limits, evaluation and what is done around

@@ -64,7 +64,7 @@ class Subject:
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(10**6)))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(asyncio.wait_for(work, 120))
+        return self.runner.run(asyncio.wait_for(work, 60))
 
     def request(self, prompt: Sequence[int], seeds: Sequence[int], sampling: Any, **more: Any) -> Request:
         """With an id of its own."""
