@@ -94,7 +94,7 @@ def test_the_same_tensor_twice_is_no_fault_and_small_steps_arrive(vllm: Vllm) ->
 def test_a_worker_that_dies_in_the_middle_is_told(vllm: Vllm) -> None:
     vllm.push()
     vllm.call("dapo_fault", "exit", K)
-    with pytest.raises(EngineError, match=r"vLLM ended: .*died"):
+    with pytest.raises(EngineError, match=r"while it was handed new ones .*: vLLM ended: "):
         vllm.push()
     with pytest.raises(EngineError):
         vllm.mismatch()
@@ -200,8 +200,6 @@ def test_the_kind_follows_from_the_devices(monkeypatch: pytest.MonkeyPatch) -> N
             else:
                 with pytest.raises(ConfigError, match=f"runtime.sync: {asked} needs learner and engine on"):
                     chosen(asked, device, workers[name])
-    with pytest.raises(ConfigError, match="copy is for an engine in this process"):
-        WeightTransfer(None, random_model("qwen2"), torch.float32, "copy")  # type: ignore[arg-type]
 
 
 def test_rows_of_a_rank_and_what_is_split_in_unknown_ways() -> None:

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save, save_file
@@ -25,7 +25,6 @@ from dapo.rollout.engine import BUCKET_BYTES, EngineError, check_known
 from dapo.rollout.vllm.worker import Layout, process_group, store_at, unpacked
 from dapo.util.asynchronous import in_thread
 
-Kind = Literal["auto", "copy", "ipc", "nccl", "files"]
 _SHARED_MEMORY = Path("/dev/shm")
 _ALIGNED = 16  # bytes, for any type
 
@@ -47,16 +46,8 @@ class WeightTransfer:
                 :class:`~dapo.rollout.vllm.worker.Receiver` (``worker_extension_cls``).
             model: as the learner has it; on the meta device, as from :func:`dapo.training.lora.trainable_shape`.
             dtype: that vLLM computes with.
-            kind: ``runtime.sync``.
-
-        Raises:
-            ConfigError: the kind is that of another engine.
+            kind: ``runtime.sync``, other than `copy`.
         """
-        if kind == "copy":
-            raise ConfigError(
-                "runtime.sync: copy is for an engine in this process, and vLLM has its own; use auto, files, ipc "
-                "or nccl"
-            )
         self.shapes = {name: tuple(parameter.shape) for name, parameter in changing_parameters(model).items()}
         self._call, self._model, self._dtype, self._kind = call, model, dtype, kind
         self._ways = {"files": self._files, "ipc": self._ipc, "nccl": self._broadcast, "gloo": self._broadcast}
