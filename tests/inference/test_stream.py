@@ -130,7 +130,7 @@ class FakeEngine:
     def __init__(self, length: int) -> None:
         self.length, self.closed = length, False
 
-    async def stream(self, requests: Sequence[Request], only_new: bool):
+    async def stream(self, requests: Sequence[Request]):
         try:
             for size in range(1, self.length):
                 for request in requests:

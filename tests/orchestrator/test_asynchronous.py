@@ -193,7 +193,7 @@ class LongBuilder(FakeBuilder):
 
         return super().build([Group(g.draw, g.prompt, tuple(map(short, g.samples))) for g in groups])
 
-    def finish(self, groups: Any, batch: Any) -> Any:
+    def finish(self, groups: Any, batch: Any, version: int) -> Any:
         ones = np.ones(batch.num_response_tokens, np.float32)
         return groups, batch.with_columns(advantages=ones)
 

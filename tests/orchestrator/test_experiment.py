@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from dapo.orchestrator.launch import run_experiment, run_to_end
 from dapo.orchestrator.resume import check_resumable
 from dapo.orchestrator.step_metrics import WATCHED
 from dapo.rollout.engine import EngineError
+from dapo.rollout.native import decoder
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
 from dapo.training.checkpoint import load_tensors
@@ -959,6 +961,27 @@ def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeyp
     run(tmp_path / "bad", changes, bad)
     assert not [w for w in good.warnings if "differ" in w]
     assert [w for w in bad.warnings if w.startswith("step 2: mismatch: log-probabilities of engine and trainer differ")]
+
+
+def test_a_step_whose_engine_has_other_weights_ends_the_run_and_is_sampled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"training.steps": 2, "algorithm.proximal": "recompute"}
+    plain, off = decoder._sample, {0: 0.9, 1: 1.5}
+
+    def wrong(row: Any, reason: Any) -> Any:
+        sample = plain(row, reason)
+        return replace(sample, logprobs=sample.logprobs - off[int(sample.versions[0])])
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(UserError, match=r"other weights .* by 1\.\d+ nats .*\n1 step was"),
+    ):
+        patch.setattr(decoder, "_sample", wrong)
+        run(tmp_path / "run", changes)
+    run(tmp_path / "run", changes, resume=RunFolder(tmp_path / "run"))
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 2 and 0.8 < steps[0]["mismatch/mean"] < 1 and steps[1]["mismatch/mean"] < 1e-4
 
 
 # --- ends that nobody planned -------------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def check_stream(decoder: Either) -> None:
         engine = NativeEngine(engine_model(), (STOP,), max_sequence_tokens=LONGEST, max_concurrent_samples=4)
         engine._decoder, engine._parameters = decoder, dict(model_of(decoder).named_parameters())
         events: list[Draft | Sample] = []
-        async for event in engine.stream(ASKED, only_new=True):
+        async for event in engine.stream(ASKED):
             events.append(event)
             if len(events) in (5, 15, 25):
                 await engine.pause()

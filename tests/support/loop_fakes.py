@@ -120,7 +120,7 @@ class FakeBuilder:
             versions=np.concatenate([s.versions for _, s in samples]).astype(np.int64),
         )
 
-    def finish(self, groups: Any, batch: TokenBatch) -> tuple[Any, TokenBatch]:
+    def finish(self, groups: Any, batch: TokenBatch, version: int) -> tuple[Any, TokenBatch]:
         advantages = [g.draw + s.reward.value for g in groups for s in g.samples for _ in range(2)]
         return groups, batch.with_columns(advantages=np.array(advantages, np.float32))
 

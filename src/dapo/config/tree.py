@@ -128,6 +128,17 @@ def _conflicting_sizes(config: Config) -> Iterator[str]:
         )
 
 
+def vllm_problems(sampling: Any) -> Iterator[str]:
+    """Why vLLM would not sample as asked. ``sampling``: has the settings as attributes; each text begins with one."""
+    cut, min_p = sampling.top_p < 1 or sampling.top_k, getattr(sampling, "min_p", 0)
+    if sampling.temperature and not 0.01 <= sampling.temperature <= 2:
+        yield f"temperature: is {sampling.temperature}, but vLLM samples at 0 (greedy) or from 0.01 to 2"
+    if min_p and cut:
+        yield "min_p: vLLM applies it before top_p and top_k, not after them; leave it or them out"
+    if (min_p or cut) and getattr(sampling, "top_logprobs", 0):
+        yield "top_logprobs: goes without top_p, top_k and min_p, as vLLM reports the likeliest tokens after truncation"
+
+
 def _conflicts_of_engine(config: Config) -> Iterator[str]:
     rollout, kind = config.rollout, config.runtime.sync
     if (rollout.engine == "openai") != bool(rollout.url):
@@ -144,6 +155,9 @@ def _conflicts_of_engine(config: Config) -> Iterator[str]:
             "runtime.deterministic: vLLM's results depend on which samples it computes together, so the same seed does "
             "not give the same bits; use rollout.engine=native, or deterministic=false"
         )
+    for section, asked in (("rollout", rollout), ("evaluation", config.evaluation)):
+        if rollout.engine == "vllm":
+            yield from (f"{section}.{problem}" for problem in vllm_problems(asked))
     allowed = {"native": ("copy",), "vllm": ("ipc", "nccl", "files")}.get(rollout.engine, ())
     if kind not in ("auto", *allowed):
         yield (

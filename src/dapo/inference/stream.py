@@ -143,7 +143,7 @@ async def written(
     changed = asyncio.Event()
 
     async def read() -> None:
-        events = engine.stream(requests, only_new=True) if drafts else engine.generate(requests)
+        events = engine.stream(requests) if drafts else engine.generate(requests)
         try:
             async with aclosing(cast(AsyncGenerator[Sample | Draft], events)) as found:
                 async for event in found:

@@ -20,6 +20,7 @@ from dapo.config import Config
 from dapo.config.user_parts import own_part
 from dapo.errors import ConfigError
 from dapo.records import Group, TokenBatch
+from dapo.rollout.engine import SampleError
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import advantage_column, pack
 from dapo.training.update_report import Mismatch, UpdateReport
@@ -41,6 +42,10 @@ def own_advantage(config: Config, given: Estimator | None = None) -> Estimator |
         return found  # type: ignore[no-any-return]
 
     return estimate
+
+
+OTHER_WEIGHTS = 1.0
+"""Nats between engine and trainer, on average over the tokens of a step, that no rounding explains."""
 
 
 class BatchBuilder:
@@ -75,13 +80,27 @@ class BatchBuilder:
         """The group with shaped rewards and advantages from its raw rewards, no KL in them."""
         return self._with_advantages(self._shaped(group))
 
-    def finish(self, groups: Sequence[Group], batch: TokenBatch) -> tuple[list[Group], TokenBatch]:
+    def finish(
+        self, groups: Sequence[Group], batch: TokenBatch, version: int | None = None
+    ) -> tuple[list[Group], TokenBatch]:
         """The groups with shaped rewards and advantages, and the batch with ``advantages``.
 
         Args:
             groups: those that were given to :meth:`build`.
             batch: what it made of them, with the learner's columns.
+            version: of the weights that these come from; None: they are not compared with what the engine says.
+
+        Raises:
+            SampleError: the engine had other weights (``algorithm.proximal: recompute``).
         """
+        mismatch = None if version is None else batch_mismatch(batch, version)
+        if mismatch is not None and mismatch.mean > OTHER_WEIGHTS:
+            raise SampleError(
+                "the engine computes with other weights than the trainer's (lost at a sync or in its sleep): the "
+                f"log-probabilities of {mismatch.tokens} tokens differ by {mismatch.mean:.3g} nats on average. Nothing "
+                "was learned from them, and a resumed run samples anew; where that does not help, try another "
+                "runtime.sync, rollout.cache_gib (then it does not sleep), or another rollout.engine"
+            )
         shaped = list(map(self._shaped, groups))
         if self.config.algorithm.kl.mode == "reward":
             shaped = list(self._take_kl_off(shaped, batch))

@@ -43,7 +43,6 @@ from dapo.util.user_code import made
 
 if TYPE_CHECKING:
     from dapo.rollout.openai import OpenAIEngine  # needs an extra
-    from dapo.rollout.vllm.engine import VLLMEngine  # and so does this
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +113,7 @@ def make_engine(
     Raises:
         ConfigError: there is no such engine or device, or it lacks something of the protocol.
         ModelError: it does not fit into the memory.
+        StartError: vLLM does not start.
     """
     own = own_part(config, "rollout.engine", inputs.engine)
     if own is None and config.rollout.engine == "openai":
@@ -125,7 +125,9 @@ def make_engine(
         "spare_bytes": spare_bytes if shared else 0,
     }
     if own is None and config.rollout.engine == "vllm":
-        return vllm_engine(config, model, stop_ids, template.decode, **sizes)
+        from dapo.rollout.vllm.engine import VLLMEngine
+
+        return VLLMEngine(config, model, stop_ids, decode=template.decode, **sizes)
     if own is not None and not callable(own):  # an engine as it is, with a model of its own
         return made("rollout.engine", own, Engine)  # type: ignore[no-any-return]
     return _with_copy(*(config, model, stop_ids, template, own), cache_bytes=cache_bytes(config), **sizes)
@@ -170,16 +172,6 @@ def _with_copy(
             f"the rollout engine does not fit into the GPU's memory: {first_line(error)}; lower "
             f"rollout.max_concurrent_samples (now {config.rollout.max_concurrent_samples}) or rollout.cache_gib"
         ) from None
-
-
-def vllm_engine(
-    config: Config, model: Any, stop_ids: Sequence[int], decode: Callable[[Sequence[int]], str], **sizes: Any
-) -> VLLMEngine:
-    """vLLM on ``rollout.device``, which waits for weights: all of the model's, or those of its adapter.
-    Raises UserError: it is not installed, does not cover the model, or does not start."""
-    from dapo.rollout.vllm.engine import VLLMEngine
-
-    return VLLMEngine(config, model, stop_ids, decode=decode, **sizes)
 
 
 def openai_engine(config: Config, model: Any, stop_ids: Sequence[int] = (), tokenizer: Any = None) -> OpenAIEngine:
@@ -255,9 +247,16 @@ def _needs_answer(config: Config, inputs: RunOverrides) -> bool:
 
 def described_model(config: Config, inputs: RunOverrides) -> Any:
     """What has the config and the generation config of the model to train: of a named one nothing but these.
-    Raises ModelError or ConfigError: there is none, or it cannot be trained as the recipe says."""
-    if inputs.model is not None:
-        return inputs.model
+    Raises ModelError or ConfigError: there is none, or it cannot be trained or sampled from as the recipe says."""
+    described = inputs.model or _described(config)
+    if config.rollout.engine == "vllm" and inputs.engine is None:
+        from dapo.rollout.vllm.options import engine_arguments
+
+        engine_arguments(config, described, "", False, 1, 1, 0)  # refused here, before the weights load
+    return described
+
+
+def _described(config: Config) -> Any:
     adapter = find_adapter(config.model.path)
     path = adapter.base if adapter else config.model.path
     found = read_config(path, config.model.trust_remote_code)

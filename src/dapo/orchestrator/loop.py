@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dapo.orchestrator.protocols import Learner, WeightSync
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.step_state import StepState
+from dapo.rollout.engine import SampleError
 from dapo.util.asynchronous import in_thread
 
 if TYPE_CHECKING:
@@ -48,7 +49,12 @@ async def train(
                     with state.doing("prepare", "the batch to be prepared"):
                         step.version = learner.version
                         annotated = await learner.annotate(await in_thread(builder.build, step.rollout.groups))
-                        finished = await in_thread(builder.finish, step.rollout.groups, annotated)
+                        try:
+                            finished = await in_thread(builder.finish, step.rollout.groups, annotated, step.version)
+                        except SampleError:  # a resumed run samples anew
+                            collector.release(step.rollout)
+                            state.step = None
+                            raise
                         step.groups, step.batch = finished
                 count = builder.count(step.batch)
                 for index, mini in builder.minibatches(step.batch, start=len(step.reports)):

@@ -128,9 +128,8 @@ class Engine(Protocol):
 class InterruptibleEngine(Engine, Protocol):
     """An engine whose requests can be watched, stopped and continued (:class:`Request` with ``drafts``)."""
 
-    def stream(self, requests: Sequence[Request], *, only_new: bool = False) -> AsyncIterator[Sample | Draft]:
-        """As :meth:`generate`, with each sample as far as it is, again and again, before it comes. ``only_new``:
-        without the tokens of earlier drafts, which spares copying them all each time."""
+    def stream(self, requests: Sequence[Request]) -> AsyncIterator[Sample | Draft]:
+        """As :meth:`generate`, with drafts of each sample before it comes: its tokens since the draft before."""
         ...
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:

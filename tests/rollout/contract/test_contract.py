@@ -30,10 +30,10 @@ LACKS = {
     ("openai", "refuse sleep"): "the server's memory is its own, so sleep does nothing",
     ("openai", "likeliest"): "training has no use for them, and evaluation shows none",
     ("openai", "likeliest before truncation"): "as before",
-    (
-        "vllm",
-        "likeliest before truncation",
-    ): "its engine reports all log-probabilities after truncation",
+    ("vllm", "likeliest before truncation"): "its engine reports all log-probabilities after truncation",
+    ("vllm", "min_p beside top_k"): "its engine applies min_p first",
+    ("vllm", "temperature 3"): "its engine refuses more than 2",
+    ("vllm", "temperature 0.005"): "its engine makes 0.01 of it",
 }
 """What an engine does not offer, and why."""
 PLAIN, LONG = Sampling(1.0, 12), Sampling(1.0, RESPONSE)
@@ -217,16 +217,15 @@ def test_a_consumer_that_stops_iterating_ends_its_samples(subject: Subject) -> N
 
 
 @who("drafts")
-@pytest.mark.parametrize("only_new", [False, True])
-def test_drafts_are_the_beginnings_of_the_samples_that_come(subject: Subject, only_new: bool) -> None:
+def test_drafts_are_the_beginnings_of_the_samples_that_come(subject: Subject) -> None:
     request = subject.request([40, 50], range(6), LONG)
-    told = subject.run(events(subject.engine.stream([request], only_new=only_new)))
+    told = subject.run(events(subject.engine.stream([request])))
     samples = {event.index: event for event in told if isinstance(event, Sample)}
     assert sorted(samples) == list(range(6)) and any(isinstance(event, Draft) for event in told)
     known = dict.fromkeys(samples, 0)
     for draft in (event for event in told if isinstance(event, Draft)):
         sample, size = samples[draft.index], draft.start + len(draft.token_ids)
-        assert draft.start == (known[draft.index] if only_new else 0) and known[draft.index] <= size <= sample.length
+        assert draft.start == known[draft.index] <= size <= sample.length
         assert list(draft.token_ids) == sample.token_ids[draft.start : size].tolist()
         assert list(draft.logprobs) == pytest.approx(sample.logprobs[draft.start : size].tolist())
         known[draft.index] = size
@@ -459,6 +458,11 @@ ASKED = {
     "likeliest before truncation": lambda subject: subject.collect(
         subject.request([5], (1,), Sampling(1.0, 4, top_k=2, top_logprobs=2))
     ),
+    "min_p beside top_k": lambda subject: subject.collect(
+        subject.request([5], (1,), Sampling(1.0, 4, top_k=2, min_p=0.1))
+    ),
+    "temperature 3": lambda subject: subject.collect(subject.request([5], (1,), Sampling(3.0, 4))),
+    "temperature 0.005": lambda subject: subject.collect(subject.request([5], (1,), Sampling(0.005, 4))),
 }
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, UserError
 from dapo.model.adapters import adapter_parameters, new_adapter
 from dapo.rollout.engine import EngineError, check_arrived
 from dapo.rollout.vllm import transfer
+from dapo.rollout.vllm.options import own_folder
 from dapo.rollout.vllm.transfer import WeightTransfer, chosen
-from dapo.rollout.vllm.worker import _shard, process_group, store_at, unpacked
+from dapo.rollout.vllm.worker import _shard, process_group, unpacked
 from helpers import random_model
 from vllm_subject import SHAPE, Tensors, Vllm, started
 
@@ -202,6 +205,35 @@ def test_the_kind_follows_from_the_devices(monkeypatch: pytest.MonkeyPatch) -> N
                     chosen(asked, device, workers[name])
 
 
+def test_what_does_not_fit_into_shared_memory_goes_to_disk(tmp_path: Path) -> None:
+    for name in ("memory", "disk"):
+        (tmp_path / name).mkdir()
+    sender = WeightTransfer(None, random_model("qwen2"), torch.float32)  # type: ignore[arg-type]
+    vars(sender)["_folders"] = [SimpleNamespace(name=str(tmp_path / name)) for name in ("memory", "disk")]
+
+    def write(path: Path) -> None:
+        path.write_text("a part")
+        if path.parent.name not in roomy:
+            raise OSError(28, "No space left on device")
+
+    roomy = ["disk"]
+    assert sender._write("1", write) == tmp_path / "disk" / "1" and not list((tmp_path / "memory").iterdir())
+    roomy.clear()
+    with pytest.raises(UserError, match=r"memory/2: .*No space left.*disk/2: .*TMPDIR"):
+        sender._write("2", write)
+
+
+def test_folders_of_killed_processes_are_removed_and_no_others(tmp_path: Path) -> None:
+    with own_folder(str(tmp_path)) as mine:
+        dead = mine.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-")  # above the largest number of a process
+        Path(dead).mkdir()
+        Path(f"{dead}.log").touch()
+        (tmp_path / "dapo-vllm-1-1-x").mkdir()
+        own_folder(str(tmp_path)).cleanup()
+        left = {path.name for path in tmp_path.iterdir()}
+    assert left == {Path(mine).name, f"{Path(dead).name}.log", "dapo-vllm-1-1-x"}
+
+
 def test_rows_of_a_rank_and_what_is_split_in_unknown_ways() -> None:
     assert [_shard(64, 32, rank, 2) for rank in range(2)] == [0, 32]
     assert [_shard(64, 64, rank, 2) for rank in range(2)] == [0, 0]  # each has all of it
@@ -214,19 +246,19 @@ def test_rows_of_a_rank_and_what_is_split_in_unknown_ways() -> None:
     assert _shard(64, 48, 0, 2) is None and _shard(64, 16, 0, 2) is None and _shard(64, 0, 0, 1) is None
 
 
-def test_a_bucket_goes_through_a_group_of_processes_in_one_piece() -> None:
+def test_a_bucket_goes_through_a_group_of_processes_in_one_piece(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7), "c": torch.arange(5), "d": torch.tensor(2.0)}
     sender = WeightTransfer(None, random_model("qwen2"), torch.bfloat16)  # type: ignore[arg-type]
     buffer, layout = sender._packed(tensors, torch.device("cpu"))
-    store = store_at("127.0.0.1", 0, 2, first=True)
+    where = str(tmp_path / "group")
     arrived = torch.zeros_like(buffer)
 
     def receive() -> None:
-        process_group("gloo", store_at("127.0.0.1", store.port, 2), 1, 2).broadcast(arrived, 0).wait()
+        process_group("gloo", where, 1, 2).broadcast(arrived, 0).wait()
 
     with ThreadPoolExecutor(1) as other:
         work = other.submit(receive)
-        process_group("gloo", store, 0, 2).broadcast(buffer, 0).wait()
+        process_group("gloo", where, 0, 2).broadcast(buffer, 0).wait()
         work.result(60)
     found = unpacked(arrived, layout)
     assert found.keys() == tensors.keys()

@@ -18,6 +18,7 @@ from dapo.config import build_config, nested
 from dapo.errors import ConfigError, ModelError, UserError
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples, samples_path
+from dapo.orchestrator.inputs import RunOverrides, described_model
 from dapo.rollout.engine import EngineError, Request, Sampling, hand_over
 from run_cases import PROMPTS, SETTINGS, TOKENIZER, run, steps_of, tiny_model
 
@@ -67,6 +68,8 @@ def gone(processes: list[int], within_s: float = 20.0) -> bool:
     ("changes", "words"),
     [
         ({"runtime.deterministic": True}, "runtime.deterministic: vLLM's results depend on"),
+        ({"rollout.temperature": 2.5}, "rollout.temperature: is 2.5, but vLLM samples at 0"),
+        ({"evaluation.min_p": 0.1, "evaluation.top_p": 0.9}, "evaluation.min_p: vLLM applies it before top_p"),
         ({"runtime.sync": "copy"}, "rollout.engine=vllm by ipc or nccl or files; use auto"),
         ({"rollout.engine": "native", "runtime.sync": "files"}, "rollout.engine=native by copy; use auto"),
         ({"rollout.engine": "native", "rollout.tensor_parallel": 2}, "rollout.tensor_parallel: is for"),
@@ -85,12 +88,15 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: st
         ({"rollout.engine_args": {"max_num_seqs": 3}}, "max_num_seqs: follows from rollout.max_concurrent_samples"),
         ({"rollout.engine_args": {"load_format": "auto"}}, "load_format: is set by the run; leave it out"),
         ({"rollout.engine_args": {"blocksize": 3}}, "blocksize: vllm has no such argument"),
+        ({"runtime.sync": "nccl"}, "runtime.sync: nccl is for GPUs, but the engine is on a CPU; use auto or files"),
         ({"rollout.tensor_parallel": 3}, "3 cannot share its 2 attention heads; rollout.tensor_parallel can be 1, 2"),
     ],
 )
 def test_what_vllm_cannot_be_given_is_refused_before_it_starts(changes: dict[str, Any], words: str) -> None:
     with pytest.raises((ConfigError, ModelError), match=words):
         engine_of(**changes)
+    with pytest.raises((ConfigError, ModelError), match=words):  # and before a model is loaded
+        described_model(build_config(nested(SETTINGS | CHANGES | changes)), RunOverrides(tiny_model(**SHAPE)))
     assert not below(os.getpid())
 
 
@@ -212,3 +218,9 @@ def test_a_start_that_fails_says_why() -> None:
     with pytest.raises(UserError, match=r"vLLM does not start: .*block size"):
         engine_of(**{"rollout.engine_args": {"block_size": 7}})
     assert not below(os.getpid())
+
+
+@pytest.mark.vllm
+def test_a_value_that_vllm_refuses_is_named_without_an_empty_log() -> None:
+    with pytest.raises(UserError, match=r"vLLM does not start: [a-z_]*: Input should be [^(]*$"):
+        engine_of(**{"rollout.engine_args": {"kv_cache_dtype": "round"}})

@@ -25,8 +25,8 @@ from dapo.rollout.native.sampler import most_likely, sample, uniforms
 from dapo.rollout.native.stopping import StopTexts
 
 PREFILL_TOKENS = 4096  # prompts prefilled in one pass: enough to fill the cores, little memory
-Told = Mapping[int, Mapping[tuple[int, int], int] | None]
-"""By key, request and index of a sample: how many of its tokens whoever watches has been told; None: none, ever."""
+Told = Mapping[int, Mapping[tuple[int, int], int]]
+"""By key, request and index of a sample: how many of its tokens whoever watches has been told."""
 NO_DRAFT = Draft(0, 0, (), (), ())
 
 
@@ -334,7 +334,7 @@ class Decoder:
 
 def told_of(told: Told | None, key: int, request_id: int, index: int) -> int:
     """How many tokens of a sample were told."""
-    return ((told or {}).get(key) or {}).get((request_id, index), 0)
+    return (told or {}).get(key, {}).get((request_id, index), 0)
 
 
 def _sample(row: _Row, finish_reason: FinishReason) -> Sample:

@@ -85,7 +85,7 @@ class NativeEngine:
         self._threads = threads
         self._keys = itertools.count()
         self._streams: dict[int, _Stream] = {}
-        self._watched: dict[int, dict[tuple[int, int], int] | None] = {}  # that are told of drafts, and how much
+        self._watched: dict[int, dict[tuple[int, int], int]] = {}  # that are told of drafts, and how much
         self._due = 0.0  # when all of them are told next
         self._paused = False
         self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
@@ -113,9 +113,7 @@ class NativeEngine:
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
         return cast(AsyncIterator[Sample], self.stream(requests, drafts=False))
 
-    async def stream(
-        self, requests: Sequence[Request], *, drafts: bool = True, only_new: bool = False
-    ) -> AsyncIterator[Sample | Draft]:
+    async def stream(self, requests: Sequence[Request], *, drafts: bool = True) -> AsyncIterator[Sample | Draft]:
         for request in requests:
             self._decoder.check(request)
         expected = sum(len(r.seeds) for r in requests)
@@ -128,7 +126,7 @@ class NativeEngine:
                 raise EngineError(f"the weights of version {self._incomplete} arrived in part; load them again")
             self._streams[key] = stream
             if drafts:
-                self._watched[key] = {} if only_new else None
+                self._watched[key] = {}
             for request in requests:
                 self._decoder.submit(key, request)
 
@@ -310,8 +308,8 @@ class NativeEngine:
 
     def _hand_out(self, events: Sequence[tuple[int, _Event]]) -> None:
         for key, event in events:
-            if isinstance(event, Draft) and (told := self._watched.get(key)) is not None:
-                told[event.request_id, event.index] = event.start + len(event.token_ids)
+            if isinstance(event, Draft) and key in self._watched:
+                self._watched[key][event.request_id, event.index] = event.start + len(event.token_ids)
         for key in _deliver(self._streams, events):
             self._forget(key)
 

@@ -20,21 +20,19 @@ from typing import Any, cast
 import torch
 
 from dapo.config import Config
+from dapo.config.tree import vllm_problems
 from dapo.model.loading import embedding_rows
 from dapo.model.placement import engine_device
 from dapo.records import Sample
-from dapo.rollout.engine import Draft, EngineError, Request, Sampling
+from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.rollout.native.checks import check_request
 from dapo.rollout.native.stopping import StopTexts
 from dapo.rollout.vllm.flight import Event, Flight
 from dapo.rollout.vllm.options import engine_arguments, model_folder
-from dapo.rollout.vllm.processes import Processes
+from dapo.rollout.vllm.processes import Processes, StartError
 from dapo.rollout.vllm.transfer import WeightTransfer
 from dapo.rollout.vllm.worker import ADAPTER
 from dapo.util.user_code import describe
-
-_PROBED = 4  # tokens of the prompt that is asked for before sleep and after it
-_PROBE_DIFFERS = 0.5  # nats; bfloat16 makes a few hundredths of other batches
 
 
 class VLLMEngine:
@@ -80,7 +78,6 @@ class VLLMEngine:
         self._control = asyncio.Lock()
         self._asleep: list[str] = []  # of its memory, in the order of waking
         self._can_sleep = engine_device(config).type == "cuda"
-        self._probed: tuple[int, list[float]] | None = None
         self._broken: EngineError | None = None
         self._reader: asyncio.Task[None] | None = None
         with model_folder(config, model, loaded) as folder:
@@ -110,34 +107,28 @@ class VLLMEngine:
             can_decode=self._decode is not None,
             stop_ids=self._stop_ids,
         )
-        sampling = request.sampling
-        if sampling.top_logprobs and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
-            text = (
-                "vLLM reports the likeliest tokens after truncation: top_logprobs goes without top_p, top_k and min_p"
-            )
-            raise EngineError(f"request {request.id}: {text}")
+        for problem in vllm_problems(request.sampling):
+            raise EngineError(f"request {request.id}: {problem}")
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
         return cast(AsyncIterator[Sample], self.stream(requests, drafts=False))
 
-    async def stream(
-        self, requests: Sequence[Request], *, drafts: bool = True, only_new: bool = False
-    ) -> AsyncIterator[Sample | Draft]:
+    async def stream(self, requests: Sequence[Request], *, drafts: bool = True) -> AsyncIterator[Sample | Draft]:
         for request in requests:
             self.check(request)
         self._require_weights()
         queue: asyncio.Queue[Event] = asyncio.Queue()
         flights = [
-            Flight(f"{next(self._names)}", request, index, queue.put_nowait, drafts, only_new)
+            Flight(f"{next(self._names)}", request, index, queue.put_nowait, drafts)
             for request in requests
             for index in range(len(request.seeds))
         ]
         expected = len(flights)
         self._flights |= {flight.name: flight for flight in flights}
+        submitting = asyncio.ensure_future(
+            self._submit(flights)
+        )  # the first may have come before the last is asked for
         try:
-            for flight in flights:
-                if flight.name in self._flights:  # otherwise it was cancelled meanwhile
-                    await self._ask("add_request_async", flight.asked(self._stop_ids, self._adapter))
             while expected:
                 event = await queue.get()
                 if isinstance(event, EngineError):
@@ -146,7 +137,19 @@ class VLLMEngine:
                 if event is not None:
                     yield event
         finally:
+            submitting.cancel()
             self._forget([flight for flight in flights if flight.name in self._flights])
+
+    async def _submit(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            try:
+                if flight.name in self._flights:  # otherwise it was cancelled meanwhile
+                    asked = flight.asked(self._stop_ids, self._vocabulary, self._adapter)
+                    await self._ask("add_request_async", asked)
+            except Exception as error:
+                what = f"request {flight.request.id}: vLLM does not take it: {describe(error)}"
+                flight.deliver(error if isinstance(error, EngineError) else EngineError(what))
+                return
 
     def _require_weights(self) -> None:
         """Raises EngineError: there are none to sample from."""
@@ -182,13 +185,18 @@ class VLLMEngine:
         except asyncio.CancelledError:
             self._broken = self._broken or EngineError("the engine was closed")
         except Exception as error:
-            self._broken = EngineError(f"vLLM ended: {self._processes.last_words(describe(error))}")
+            words = self._processes.last_words(describe(error))
+            hint = "; where memory was short, a lower rollout.cache_gib or rollout.max_concurrent_samples helps"
+            self._broken = StartError(f"vLLM ended: {words}{hint}")
         flights, self._flights = self._flights, {}
         for flight in flights.values():
             flight.deliver(self._broken)
 
     def _take(self, flight: Flight, output: Any) -> None:
-        end = flight.take(output, self._version, self._stop_ids, self._stop_texts)
+        try:
+            end = flight.take(output, self._version, self._stop_ids, self._stop_texts)
+        except Exception as error:  # of the tokenizer's, where it looks for stop texts
+            end = EngineError(f"request {flight.request.id}: what vLLM sampled cannot be read: {describe(error)}")
         if end is None:
             flight.tell()
             return
@@ -227,12 +235,11 @@ class VLLMEngine:
             await self._release("paused")
 
     async def _hold(self, why: str) -> None:
-        """From now on nothing is sampled, and all that was has been taken."""
-        first = not self._holds
+        """From now on nothing is sampled, and all that was has been taken. Asked for each time, as the one before may
+        have been cancelled halfway."""
         self._holds.add(why)
-        if first:
-            await self._ask("pause_scheduler_async", "keep", False)
-            await self._settled()
+        await self._ask("pause_scheduler_async", "keep", False)
+        await self._settled()
 
     async def _release(self, why: str) -> None:
         if why in self._holds:
@@ -251,9 +258,9 @@ class VLLMEngine:
         async with self._control:
             if version < self._version:
                 raise EngineError(f"weights: version {version} was given after version {self._version}")
+            self._incomplete = version
             await self._hold("weights")
             await self._wake(("weights",))  # the cache follows once they are there
-            self._incomplete = version
             await self._transfer.begin(version)
 
     async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -277,7 +284,6 @@ class VLLMEngine:
                 return
             if self._flights:
                 raise EngineError("cannot sleep while requests are in flight")
-            self._probed = await self._probe()
             if self._can_sleep:
                 await self._ask("sleep_async", 1, "keep")  # 1: the weights move to the host's memory, and are not lost
             else:
@@ -286,36 +292,16 @@ class VLLMEngine:
 
     async def wake(self) -> None:
         async with self._control:
-            if not self._asleep:
-                return
             await self._wake(tuple(self._asleep))
-            before, self._probed = self._probed, None
-            if before is None or (after := await self._probe()) is None:
-                return
-            apart = max(abs(one - other) for one, other in zip(before[1], after[1], strict=True))
-            if before[0] == after[0] and not apart <= _PROBE_DIFFERS:
-                raise EngineError(
-                    f"after sleep the log-probabilities of a fixed prompt are others, by up to {apart:.3g} nats, with "
-                    "the same weights: vLLM's sleep lost some of the model"
-                )
 
     async def _wake(self, parts: Sequence[str]) -> None:
         for part in parts:
             if part in self._asleep:
                 if self._can_sleep:
                     await self._ask("wake_up_async", [part])
+                    if self._holds:  # vLLM goes on when it wakes
+                        await self._ask("pause_scheduler_async", "keep", False)
                 self._asleep.remove(part)
-
-    async def _probe(self) -> tuple[int, list[float]] | None:
-        """The version, and the log-probabilities of the most likely tokens after a fixed prompt; None: held.
-        Raises NotFiniteError: they are not finite."""
-        if self._holds or self._version < 0:
-            return None
-        prompt = tuple(range(min(_PROBED, self._vocabulary, self._longest - 1)))
-        sampling = Sampling(0.0, 1, top_logprobs=min(5, self._vocabulary))
-        found = [sample async for sample in self.generate([Request(-1, prompt, (0,), sampling)])]
-        assert found[0].top_logprobs is not None
-        return self._version, found[0].top_logprobs[0].tolist()
 
     # -- the processes -------------------------------------------------------------------------------------------------
 

@@ -22,14 +22,13 @@ Event = Sample | Draft | EngineError | None
 @dataclass(eq=False, slots=True)
 class Flight:
     """``name``: of vLLM's request. ``deliver``: to its stream. ``drafts``: whether that is told of it before it is
-    whole, and ``only_new`` without what it was told of before."""
+    whole."""
 
     name: str
     request: Request
     index: int
     deliver: Callable[[Event], None]
     drafts: bool
-    only_new: bool
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -43,7 +42,7 @@ class Flight:
                 self.logprobs += draft.logprobs
                 self.versions += draft.versions
 
-    def asked(self, stop_ids: Sequence[int], adapter: Any) -> Any:
+    def asked(self, stop_ids: Sequence[int], vocabulary: int, adapter: Any) -> Any:
         """vLLM's request for the rest of it."""
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -59,7 +58,7 @@ class Flight:
             max_tokens=sampling.max_tokens - begun,
             stop_token_ids=list(stop_ids),
             ignore_eos=True,
-            logprobs=sampling.top_logprobs,
+            logprobs=min(sampling.top_logprobs, vocabulary),  # more would end vLLM
             detokenize=False,
         )
         return EngineCoreRequest(
@@ -81,8 +80,9 @@ class Flight:
             self.ids += new
             self.versions += [version] * len(new)
             self.logprobs += found.logprobs[: len(new), 0].tolist()
-            if self.request.sampling.top_logprobs:
-                self.top += zip(found.logprob_token_ids[: len(new), 1:], found.logprobs[: len(new), 1:], strict=True)
+            if most := self.request.sampling.top_logprobs:  # there are more if another sample in flight has more
+                ids, logprobs = (part[: len(new), 1 : most + 1] for part in (found.logprob_token_ids, found.logprobs))
+                self.top += zip(ids, logprobs, strict=True)
         for place in range(first, len(self.ids)):
             if not math.isfinite(self.logprobs[place]):
                 return not_finite(self.request, self.index, place)
@@ -112,5 +112,5 @@ class Flight:
     def tell(self) -> None:
         """Tell the stream how far it is, if it wants to know and there is more than it knows."""
         if self.drafts and len(self.ids) > self.told:
-            self.deliver(self.draft(self.told if self.only_new else 0))
+            self.deliver(self.draft(self.told))
             self.told = len(self.ids)

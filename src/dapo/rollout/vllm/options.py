@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +75,17 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
+def own_folder(where: str | None = None) -> tempfile.TemporaryDirectory[str]:
+    """A new folder of this process's, in ``where`` or TMPDIR. Those of processes that were killed are removed."""
+    where = where or tempfile.gettempdir()
+    prefix = f"dapo-vllm-{Path('/proc/self/ns/pid').stat().st_ino}-"  # other containers count their processes anew
+    for old in Path(where).glob(f"{prefix}*-*/"):
+        if not Path("/proc", old.name.split("-")[3]).exists():
+            shutil.rmtree(old, ignore_errors=True)
+    name = f"{prefix}{os.getpid()}-"
+    return tempfile.TemporaryDirectory(prefix=name, dir=where, ignore_cleanup_errors=True)
+
+
 def why_not(model_config: Any, tensor_parallel: int = 1) -> str | None:
     """Why vLLM cannot sample from a model of this config; None: it can. Raises ConfigError: as :func:`find_vllm`."""
     known = set(find_vllm().ModelRegistry.get_supported_archs())
@@ -93,7 +106,7 @@ def model_folder(config: Config, model: Any, loaded: bool) -> Iterator[str]:
         adapter = find_adapter(config.model.path)
         yield adapter.base if adapter else config.model.path
         return
-    with TemporaryDirectory(prefix="dapo-vllm-") as folder:
+    with own_folder() as folder:
         _named(model).save_pretrained(folder)
         yield folder
 
@@ -122,6 +135,8 @@ def engine_arguments(
         ModelError: vLLM does not cover the model.
     """
     rollout, on_gpu = config.rollout, engine_device(config).type == "cuda"
+    if not on_gpu and (sync := config.runtime.sync) in ("ipc", "nccl"):
+        raise ConfigError(f"runtime.sync: {sync} is for GPUs, but the engine is on a CPU; use auto or files")
     if reason := why_not(_named(model), rollout.tensor_parallel):
         raise ModelError(f"rollout.engine: vllm cannot sample from {config.model.path}: {reason}")
     rank = max((one.r for one in getattr(model, "peft_config", {}).values()), default=0)

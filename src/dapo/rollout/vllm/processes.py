@@ -8,10 +8,8 @@ import multiprocessing
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from dapo.errors import UserError, first_line
 from dapo.rollout.engine import EngineError
 from dapo.rollout.vllm import child
-from dapo.rollout.vllm.options import environment
+from dapo.rollout.vllm.options import environment, own_folder
 
 _PATIENCE_S = 2.0  # some workers take five to say goodbye to nobody; they have nothing to lose
 _starting = threading.Lock()
@@ -34,7 +33,7 @@ _DIED = re.compile(r"\S+ died unexpectedly")
 
 
 class StartError(EngineError, UserError):
-    """vLLM did not start; the message says why."""
+    """vLLM did not start, or has ended; the message says why."""
 
 
 class Processes:
@@ -43,12 +42,14 @@ class Processes:
     def __init__(self, arguments: Mapping[str, Any], device: torch.device, threads: int) -> None:
         """Start them, and wait until they can work. ``arguments``: of vLLM's engine. ``device``: of the first one, the
         others follow. ``threads``: of each on a CPU. Raises StartError: they do not."""
-        self._log = Path(tempfile.mkdtemp(prefix="dapo-vllm-")) / "log"
+        self._folder = own_folder()
+        self._log = Path(self._folder.name, "log")
         self._log.touch()
-        self._log_stays = False
         self._children: list[Any] = []
         self.core: Any = None
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        if len(self._folder.name) < 70:  # with a name in it a socket may have 107 characters
+            variables["VLLM_RPC_BASE_PATH"] = self._folder.name
         if device.type == "cpu":
             variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
         elif device.index:
@@ -59,7 +60,9 @@ class Processes:
             try:
                 self.core = thread.submit(_core, dict(arguments)).result()
             except Exception as error:
-                words = self.last_words(first_line(error))
+                faults = error.errors() if isinstance(error, ValidationError) else ()
+                named = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults)
+                words = self.last_words(named or first_line(error))
                 raise StartError(f"rollout.engine=vllm: vLLM does not start: {words}") from error
             finally:
                 self._children = [one for one in multiprocessing.active_children() if one not in before]
@@ -87,12 +90,16 @@ class Processes:
             handler.close()
 
     def last_words(self, otherwise: str) -> str:
-        """The error that they ended with, and where their log is, which then stays."""
-        self._log_stays, text = True, self._log.read_text(errors="replace")
+        """The error that they ended with, and where their log is, which is kept under another name."""
+        kept, text = Path(f"{self._folder.name}.log"), self._log.read_text(errors="replace")
         errors = [one for one in _ERROR.findall(text) if not any(map(one.__contains__, _WHAT_FOLLOWED))]
         killed = [f"exit code {one.exitcode}" for one in self._children if (one.exitcode or 0) < 0]
-        cause = [otherwise, *killed, *_DIED.findall(text), *errors][-1]
-        return f"{cause} (all that it said: {self._log})"
+        cause: str = [otherwise, *killed, *_DIED.findall(text), *errors][-1]
+        if not text:
+            return cause
+        if not kept.exists():
+            kept.hardlink_to(self._log)
+        return f"{cause} (all that it said: {kept})"
 
     def close(self) -> None:
         """End them, within a bounded time."""
@@ -103,8 +110,7 @@ class Processes:
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join(_PATIENCE_S)
-        if not self._log_stays:
-            shutil.rmtree(self._log.parent, ignore_errors=True)
+        self._folder.cleanup()
 
 
 def _core(arguments: dict[str, Any]) -> Any:

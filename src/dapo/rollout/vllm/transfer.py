@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import save, save_file
 
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, UserError
 from dapo.model.adapters import changing_parameters, has_adapter, save_adapter
-from dapo.rollout.engine import BUCKET_BYTES, EngineError, check_known
-from dapo.rollout.vllm.worker import Layout, process_group, store_at, unpacked
+from dapo.rollout.engine import EngineError, NoMemoryError, check_known
+from dapo.rollout.vllm.options import own_folder
+from dapo.rollout.vllm.worker import Layout, process_group, unpacked
 from dapo.util.asynchronous import in_thread
+from dapo.util.files import writing
 
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = "/dev/shm"
 _ALIGNED = 16  # bytes, for any type
 
 
@@ -53,14 +55,15 @@ class WeightTransfer:
         self._ways = {"files": self._files, "ipc": self._ipc, "nccl": self._broadcast, "gloo": self._broadcast}
         self._missing: set[str] = set()
         self._adapter_tensors: dict[str, torch.Tensor] = {}
-        self._folder: Path | None = None
+        self.adapter: Path | None = None
         self._group: Any = None
         self._workers: list[dict[str, Any]] = []
         self._sent = 0
 
-    @property
-    def adapter(self) -> Path | None:
-        return self._folder / "adapter" if self._folder and has_adapter(self._model) else None
+    @cached_property
+    def _folders(self) -> list[TemporaryDirectory[str]]:
+        """For files: in shared memory, and for what does not fit there."""
+        return [*([own_folder(_SHARED_MEMORY)] if Path(_SHARED_MEMORY).is_dir() else []), own_folder()]
 
     async def begin(self, version: int) -> None:
         """Begin with all of them. Until :meth:`commit` vLLM must not compute."""
@@ -77,38 +80,33 @@ class WeightTransfer:
         check_known(bucket, self.shapes)
         together: dict[str, torch.Tensor] = {}
         for name, tensor in bucket:
-            if name in together:  # the other side knows whether it is another one
-                await self._send(together)
-                together = {}
+            if name in together and not torch.equal(together[name], tensor):
+                raise EngineError(f"weights: {name} came twice, with other values")
             together[name] = tensor.detach()
         if together:
             await self._send(together)
         self._missing.difference_update(name for name, _ in bucket)
 
-    async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
         """All have come: they are in place when this returns, though vLLM's cache still holds what older ones made.
-        Returns how many tensors were ``found`` in place, of how many ``tensors``.
         Raises EngineError: some are missing, are not what was sent, or are not what vLLM computes with."""
         if self._missing:
             text = f"{len(self._missing)} parameters were not given, such as {min(self._missing)}"
             raise EngineError(f"weights: {text}")
         elements = save({name: tensor.detach().cpu().contiguous() for name, tensor in fingerprint.items()})
         if has_adapter(self._model):
-            folder = self._shared_folder() / "adapter"
-            await in_thread(self._save_adapter, folder)
-            found = await self._tell("adapter", str(folder), elements)
+            self.adapter = await in_thread(self._write, "adapter", self._save_adapter)
+            await self._tell("adapter", str(self.adapter), elements)
         else:
-            found = await self._tell("commit", elements)
+            await self._tell("commit", elements)
             if self._kind == "ipc":
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # memory that the workers have let go of
-        return dict(min(found, key=lambda one: one["found"]))
 
     async def close(self) -> None:
         """Leave no file behind."""
         self._group = None
-        if self._folder is not None:
-            await in_thread(shutil.rmtree, self._folder, True)
-            self._folder = None
+        for folder in self.__dict__.get("_folders", ()):
+            await in_thread(folder.cleanup)
 
     # -- the ways --------------------------------------------------------------------------------------------------
 
@@ -124,18 +122,32 @@ class WeightTransfer:
         await self._ways[self._kind](tensors, device)
 
     async def _files(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self._sent += 1
-        path = self._shared_folder() / f"{self._sent}.safetensors"
+        self._sent += 1  # workers may still read the file before
+
+        def save(path: Path) -> None:
+            there = {name: t.to("cpu", self._wire(t), copy=True).contiguous() for name, t in tensors.items()}
+            save_file(there, path)
+
+        path = await in_thread(self._write, f"{self._sent}.safetensors", save)
         try:
-            await in_thread(self._write, tensors, path)
             await self._tell("take", "files", str(path))
         finally:
             path.unlink(missing_ok=True)
 
-    def _write(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-        there = {name: t.to("cpu", self._wire(t), copy=True).contiguous() for name, t in tensors.items()}
-        save_file(there, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)
+    def _write(self, name: str, write: Callable[[Path], object]) -> Path:
+        """Where there is room. Raises NoMemoryError: nowhere."""
+        problems = []
+        for folder in self._folders:
+            path = Path(folder.name, name)
+            try:
+                with writing(path):
+                    write(path)
+                return path
+            except UserError as error:
+                problems.append(str(error))
+                if path.is_file():
+                    path.unlink()
+        raise NoMemoryError(f"weights: {'; '.join(problems)}; give TMPDIR a folder with room, or /dev/shm more of it")
 
     async def _ipc(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         from torch.multiprocessing import reductions
@@ -147,7 +159,7 @@ class WeightTransfer:
 
     async def _broadcast(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         if self._group is None:
-            await self._join(device)
+            await self._join()
         buffer, layout = self._packed(tensors, device)
 
         def broadcast() -> None:
@@ -157,14 +169,14 @@ class WeightTransfer:
 
         await self._both(self._tell("take", "group", layout, buffer.numel()), broadcast)
 
-    async def _join(self, device: torch.device) -> None:
-        host, size = "127.0.0.1", 1 + len(self._workers)
-        store = store_at(host, 0, size, first=True)
+    async def _join(self) -> None:
+        self._sent += 1
+        where, size = str(Path(self._folders[0].name, f"group-{self._sent}")), 1 + len(self._workers)
 
         def join() -> None:
-            self._group = process_group(self._kind, store, 0, size)
+            self._group = process_group(self._kind, where, 0, size)
 
-        await self._both(self._tell("join", self._kind, host, store.port, size), join)
+        await self._both(self._tell("join", self._kind, where, size), join)
 
     async def _both(self, theirs: Any, ours: Callable[[], None]) -> None:
         """Each waits for the other. If the workers fail, ours would wait for them in vain."""
@@ -197,18 +209,12 @@ class WeightTransfer:
         folder.mkdir(exist_ok=True)
         save_adapter(self._model, folder, self._adapter_tensors)
 
-    def _shared_folder(self) -> Path:
-        if self._folder is None:
-            room = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 4 * BUCKET_BYTES
-            self._folder = Path(tempfile.mkdtemp(prefix="dapo-weights-", dir=_SHARED_MEMORY if room else None))
-        return self._folder
-
     async def _tell(self, step: str, *args: Any) -> list[Any]:
         """Have all workers do a step. Raises EngineError: one of them refused or failed."""
         try:
             answers = await self._call("dapo_weights", args=(step, *args))
         except EngineError as error:  # a worker that died, for one
-            raise EngineError(f"weights: vLLM failed while it was handed new ones ({step}): {error}") from error
+            raise type(error)(f"weights: vLLM failed while it was handed new ones ({step}): {error}") from error
         for answer in answers:
             if "error" in answer:
                 raise EngineError(answer["error"])

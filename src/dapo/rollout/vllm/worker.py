@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class Incoming:
         self._taken: set[str] | None = None  # parameters of vLLM's; None: this model does not say
         self._elsewhere: dict[str, torch.Tensor] = {}
         self._ways: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
-            "files": load_file,
+            "files": partial(load_file, device=str(worker.device)),
             "ipc": self._from_handle,
             "group": self._from_group,
         }
@@ -161,9 +162,9 @@ class Incoming:
             raise EngineError(f"weights: {text}: {type(error).__name__}: {error}") from error
         self._taken = None if taken is None or self._taken is None else self._taken | taken
 
-    def commit(self, fingerprint: bytes) -> dict[str, int]:
-        """All have come, and are in use when this returns. Says how many were ``found`` in place, of how many
-        ``tensors``. Raises EngineError: some are not what was sent, or not in use."""
+    def commit(self, fingerprint: bytes) -> None:
+        """All have come, and are in use when this returns.
+        Raises EngineError: some are not what was sent, or not in use."""
         check_arrived(load(fingerprint), self._arrived)
         self._reload.finalize_layerwise_reload(self._model, self._worker.model_config)
         self._open = False
@@ -174,9 +175,7 @@ class Incoming:
         if nothing and self._worker.model_config.quantization is None:
             raise EngineError(f"weights: {len(nothing)} parameters of vLLM's got none, such as {min(nothing)}")
         self._check_in_place()
-        found = {"found": len(self._samples), "tensors": len(self._arrived)}
         self._before, self._samples = self._arrived, {}
-        return found
 
     def _check_in_place(self) -> None:
         same: dict[str, bool] = {}
@@ -243,7 +242,7 @@ class Incoming:
 
     # -- the adapter -----------------------------------------------------------------------------------------------
 
-    def adapter(self, folder: str, fingerprint: bytes) -> dict[str, int]:
+    def adapter(self, folder: str, fingerprint: bytes) -> None:
         """Take the adapter in ``folder`` in place of the one before.
         Raises EngineError: it is not what was sent, or is not on the layers that it is for."""
         from vllm.lora.request import LoRARequest
@@ -268,7 +267,6 @@ class Incoming:
                 f"weights: {len(lost)} of {len(tensors)} tensors of the adapter, such as {lost[0]}, arrived but are on "
                 "no layer of vLLM's model, or with other values"
             )
-        return {"found": len(tensors), "tensors": len(tensors)}
 
     def _bound(self, modules: Mapping[str, Any], name: str, sent: torch.Tensor, slot: int) -> bool:
         """Whether a matrix of the adapter is where vLLM multiplies by it, which is a multiple of it (the scale)."""
@@ -296,9 +294,9 @@ class Incoming:
         rebuild: Any = rebuild_cuda_tensor
         return unpacked(rebuild(*args).clone(), layout)
 
-    def join(self, backend: str, host: str, port: int, size: int) -> None:
+    def join(self, backend: str, where: str, size: int) -> None:
         """Be one of ``size`` in a group of processes of which the learner is the first."""
-        self._group = process_group(backend, store_at(host, port, size), self._worker.rank + 1, size)
+        self._group = process_group(backend, where, self._worker.rank + 1, size)
 
     def _from_group(self, layout: Layout, size: int) -> dict[str, torch.Tensor]:
         buffer = torch.empty(size, dtype=torch.uint8, device=self._worker.device)
@@ -306,14 +304,10 @@ class Incoming:
         return unpacked(buffer, layout)
 
 
-def store_at(host: str, port: int, size: int, first: bool = False) -> Any:
-    """Where the processes of a group find each other; the ``first`` makes it (``port`` 0: any that is free)."""
-    return c10d.TCPStore(host, port, size, is_master=first, timeout=TIMEOUT, wait_for_workers=False)
-
-
-def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
-    """Of its own, beside those of vLLM and of the learner."""
-    store = c10d.PrefixStore("dapo", store)
+def process_group(backend: str, where: str, rank: int, size: int) -> Any:
+    """Of its own, beside those of vLLM and of the learner. They find each other by the file ``where``."""
+    store = c10d.FileStore(where, size)
+    store.set_timeout(TIMEOUT)
     if backend == "gloo":  # in tests, without a GPU
         return c10d.ProcessGroupGloo(store, rank, size, TIMEOUT)
     options = c10d.ProcessGroupNCCL.Options()
