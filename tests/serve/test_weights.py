@@ -306,6 +306,7 @@ def other_values(tensors: dict[str, torch.Tensor]) -> bytes:
         (b"\xff" * 8 + b"{}", None, "is not safetensors"),
         (save({"nothing": torch.ones(2)}), None, "no such parameter"),
         (save({"model.norm.weight": torch.ones(3)}), None, "shape"),
+        (save({"model.norm.weight": torch.ones(32, dtype=torch.int8)}), None, "floating-point numbers"),
         (None, save({}), "the fingerprint is not of all weights"),
         (None, fingerprint(tensors_of(tiny_model(1))), "parameters were not given"),
         (None, fingerprint(tensors_of(tiny_model(1)) | {"x": torch.ones(1)}), "1 differ, such as x"),
@@ -364,6 +365,38 @@ def test_a_checkpoint_below_the_folder_is_taken(model: Path, tmp_path: Path) -> 
     taken, wide, after = with_server(model, ask, tmp_path)
     assert taken == {"version": 1} and set(after["versions"]) == {1} and after["token_ids"] == expected(tiny_model(1))
     assert wide.status_code == 400 and "is of another model" in wide.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_cannot_be_weights_is_refused_before_an_update_begins(model: Path, tmp_path: Path, value: float) -> None:
+    other = tiny_model(1)
+    other.model.norm.weight.data[0] = value
+    other.save_pretrained(tmp_path / "other")
+
+    async def ask(client: Client) -> tuple[Any, ...]:
+        bodies: list[dict[str, Any]] = [{"checkpoint": "other"}, {"checkpoint": "other", "inflight": "drain"}]
+        return [await client.post("/weights", json=one) for one in bodies], await sampled(client)
+
+    (broken, unknown), after = with_server(model, ask, tmp_path)
+    assert broken.status_code == unknown.status_code == 400 and set(after["versions"]) == {0}
+    assert "model.norm.weight, are no finite" in broken.json()["error"]["message"]
+    assert "inflight: Extra inputs" in unknown.json()["error"]["message"]
+
+
+def test_a_server_whose_engine_has_ended_says_so_everywhere(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise SystemExit("out of order")
+
+    async def ask(client: Client) -> list[httpx.Response]:
+        await client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT})
+        paths = ("/v1/completions", "/weights/begin")
+        bodies: list[dict[str, Any]] = [{"model": "tiny", "prompt": PROMPT}, {"version": 1}]
+        posted = [await client.post(path, json=body) for path, body in zip(paths, bodies, strict=True)]
+        return [*posted, await client.get("/weights"), await client.get("/ready")]
+
+    monkeypatch.setattr(NativeEngine, "_advance", broken)
+    for reply in with_server(model, ask):
+        assert reply.status_code == 503 and "out of order; restart the server" in reply.text
 
 
 @pytest.mark.parametrize(
