@@ -12,7 +12,7 @@ from dapo.config.reading import layered_config, merged
 from dapo.errors import ConfigError, ModelError
 from dapo.evaluation.benchmarks import BENCHMARKS, benchmark_named
 from dapo.evaluation.evaluate import evaluation_sampling
-from dapo.inference.model import FoundModel, find_model, inference_config, settings_lines
+from dapo.inference.model import FoundModel, Prompting, doubts, find_model, inference_config, settings_lines
 from dapo.reward.math.extract import final_answer
 from dapo.rollout.engine import Sampling
 
@@ -120,3 +120,32 @@ def test_a_text_that_was_blanked_in_a_run_folder_is_asked_for(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"data\.instruction"):
         inference_config(FoundModel("m", recipe))
     assert inference_config(FoundModel("m", recipe), overrides=["data.instruction=again"]).data.instruction == "again"
+
+
+@pytest.mark.parametrize(
+    ("asked", "engine", "arguments"),
+    [((), "vllm", {"a": 1}), (("rollout.engine=native",), "native", {}), (("seed=3",), "vllm", {"a": 1})],
+)
+def test_a_recipe_says_what_samples_unless_another_engine_is_asked_for(
+    tmp_path: Path, asked: tuple[str, ...], engine: str, arguments: dict[str, Any]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {path: m}\nrollout: {engine: vllm, engine_args: {a: 1}, cache_gib: 3}\n")
+    found = inference_config(FoundModel("m"), recipe=recipe, overrides=asked).rollout
+    assert (found.engine, found.engine_args, found.cache_gib) == (engine, arguments, 3)
+    served = inference_config(FoundModel("m"), {"rollout": {"engine": "openai", "url": "http://a"}}, recipe=recipe)
+    assert served.rollout.engine_args == {}
+
+
+@pytest.mark.parametrize("key", ["rollout", "evaluation"])
+def test_temperatures_that_vllm_changes_or_refuses_are_conflicts(key: str) -> None:
+    for value in (0.001, 2.5):
+        with pytest.raises(ConfigError, match=rf"{key}\.temperature: is {value}, but vLLM samples at 0"):
+            inference_config(FoundModel("m"), {key: {"temperature": value}}, overrides=["rollout.engine=vllm"])
+
+
+def test_it_is_told_which_settings_a_service_does_not_hear_of() -> None:
+    request = {"rollout": {"engine": "openai", "url": "http://a", "request": {"p": "$prompt", "t": "$temperature"}}}
+    sampling = {"evaluation": {"temperature": 0.7, "top_p": 0.9, "samples_per_prompt": 2}}
+    said = list(doubts(Prompting(inference_config(FoundModel("m"), request, sampling), None, None), {}))  # type: ignore[arg-type]
+    assert [text.partition(":")[0] for text in said] == [f"rollout.request sends no ${n}" for n in ("top_p", "seed")]

@@ -333,6 +333,15 @@ def test_a_server_of_text_alone_can_be_evaluated() -> None:
     assert sorted(body["seed"] for _, body in server.asked) == sorted(seed % 2**63 for seed in SEEDS)
 
 
+@pytest.mark.parametrize(
+    ("text", "ids", "reason"), [("abcb", (1, 2), "stop"), ("a" * 9, (1,) * 6, "length"), ("ac", (1, 3), "stop")]
+)
+def test_a_text_that_goes_beyond_its_limits_is_cut(text: str, ids: tuple[int, ...], reason: str) -> None:
+    answer = always({"index": 0, "text": text, "finish_reason": "stop"})
+    found, _ = samples_of(answer, tokenizer=Letters(), sampling=Sampling(1.0, 6, stop=("b",)))
+    assert {(tuple(one.token_ids.tolist()), one.finish_reason) for one in found} == {(ids, reason)}
+
+
 def test_versions_are_those_of_the_run_whatever_the_server_counted_before() -> None:
     served, updates = [0], [""]
 
@@ -399,6 +408,7 @@ def test_a_trial_says_what_a_server_lacks(monkeypatch: pytest.MonkeyPatch) -> No
         ({"url": "http://user:word@host"}, "rollout.token_env"),
         ({"request": {"text": "$prompt", "n": "$many"}}, r"\$many is no field of a request; known are"),
         ({"request": {"text": "x"}}, r"it must send \$prompt"),
+        ({"request": {"$prompt": 3}}, r"\$prompt fills in values, and this is a key"),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:

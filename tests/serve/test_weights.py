@@ -19,9 +19,10 @@ from dapo.model.loading import load_model
 from dapo.observe.progress import QuietListener
 from dapo.rollout.engine import Request, Sampling, some_elements
 from dapo.rollout.native.engine import NativeEngine
-from dapo.serve import weights
+from dapo.serve import door as module
 from dapo.serve.app import Service, create_app
-from dapo.serve.model import Job, Limits, Restarted, load_served
+from dapo.serve.door import Begin, Restarted
+from dapo.serve.model import Job, Limits, load_served
 from run_cases import TOKENIZER, tiny_model
 
 Client = httpx.AsyncClient
@@ -179,12 +180,12 @@ def test_who_does_not_read_holds_no_update_and_who_takes_too_long_begins_anew(
 ) -> None:
     async def run() -> None:
         served = load_served(str(model), QuietListener(), overrides=SETTINGS)
-        door = served.doors["tiny"]
-        updates, engine = weights.Weights(door, None), door.engines[0]
+        updates = served.doors["tiny"]
+        engine = updates.engines[0]
         job = Job("tiny", [Request(0, tuple(PROMPT), (1,), Sampling(0.0, 20))], drafts=True)
         unread = served.submit(job)
         await anext(unread)
-        await updates.begin(weights.Begin(version=1, in_flight="drain", update="a"))
+        await updates.begin(Begin(version=1, in_flight="drain", update="a"))
         assert [part.versions async for _, part in unread]  # nothing of it is lost
         tensors = tensors_of(tiny_model(1))
         await updates.put("a", body(save(tensors)))
@@ -193,8 +194,8 @@ def test_who_does_not_read_holds_no_update_and_who_takes_too_long_begins_anew(
         late = served.submit(job)
         first = asyncio.create_task(anext(late))
         await asyncio.sleep(0.1)
-        monkeypatch.setattr(weights, "DEADLINE_S", 0.2)
-        await updates.begin(weights.Begin(version=2, in_flight="drain"))
+        monkeypatch.setattr(module, "DEADLINE_S", 0.2)
+        await updates.begin(Begin(version=2, in_flight="drain"))
         with pytest.raises(Restarted):
             await first
         await served.close()
@@ -203,7 +204,7 @@ def test_who_does_not_read_holds_no_update_and_who_takes_too_long_begins_anew(
 
 
 def test_a_client_that_is_lost_blocks_nobody_for_ever(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(module, "DEADLINE_S", 0.5)
     other = tiny_model(1)
 
     async def ask(client: Client) -> tuple[Any, ...]:
@@ -259,13 +260,13 @@ def test_who_waits_for_requests_to_end_holds_up_no_other_update(model: Path) -> 
 
 
 def test_a_body_that_comes_slowly_is_no_silence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(module, "DEADLINE_S", 0.2)
     tensors = tensors_of(tiny_model(1))
 
     async def run() -> int:
         served = load_served(str(model), QuietListener(), overrides=SETTINGS)
-        updates = weights.Weights(served.doors["tiny"], None)
-        await updates.begin(weights.Begin(version=1, update="a"))
+        updates = served.doors["tiny"]
+        await updates.begin(Begin(version=1, update="a"))
 
         async def slow() -> bytes:
             await asyncio.sleep(0.5)
@@ -305,6 +306,7 @@ def other_values(tensors: dict[str, torch.Tensor]) -> bytes:
         (b"\xff" * 8 + b"{}", None, "is not safetensors"),
         (save({"nothing": torch.ones(2)}), None, "no such parameter"),
         (save({"model.norm.weight": torch.ones(3)}), None, "shape"),
+        (save({"model.norm.weight": torch.ones(32, dtype=torch.int8)}), None, "floating-point numbers"),
         (None, save({}), "the fingerprint is not of all weights"),
         (None, fingerprint(tensors_of(tiny_model(1))), "parameters were not given"),
         (None, fingerprint(tensors_of(tiny_model(1)) | {"x": torch.ones(1)}), "1 differ, such as x"),
@@ -363,6 +365,38 @@ def test_a_checkpoint_below_the_folder_is_taken(model: Path, tmp_path: Path) -> 
     taken, wide, after = with_server(model, ask, tmp_path)
     assert taken == {"version": 1} and set(after["versions"]) == {1} and after["token_ids"] == expected(tiny_model(1))
     assert wide.status_code == 400 and "is of another model" in wide.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_cannot_be_weights_is_refused_before_an_update_begins(model: Path, tmp_path: Path, value: float) -> None:
+    other = tiny_model(1)
+    other.model.norm.weight.data[0] = value
+    other.save_pretrained(tmp_path / "other")
+
+    async def ask(client: Client) -> tuple[Any, ...]:
+        bodies: list[dict[str, Any]] = [{"checkpoint": "other"}, {"checkpoint": "other", "inflight": "drain"}]
+        return [await client.post("/weights", json=one) for one in bodies], await sampled(client)
+
+    (broken, unknown), after = with_server(model, ask, tmp_path)
+    assert broken.status_code == unknown.status_code == 400 and set(after["versions"]) == {0}
+    assert "model.norm.weight, are no finite" in broken.json()["error"]["message"]
+    assert "inflight: Extra inputs" in unknown.json()["error"]["message"]
+
+
+def test_a_server_whose_engine_has_ended_says_so_everywhere(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise SystemExit("out of order")
+
+    async def ask(client: Client) -> list[httpx.Response]:
+        await client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT})
+        paths = ("/v1/completions", "/weights/begin")
+        bodies: list[dict[str, Any]] = [{"model": "tiny", "prompt": PROMPT}, {"version": 1}]
+        posted = [await client.post(path, json=body) for path, body in zip(paths, bodies, strict=True)]
+        return [*posted, await client.get("/weights"), await client.get("/ready")]
+
+    monkeypatch.setattr(NativeEngine, "_advance", broken)
+    for reply in with_server(model, ask):
+        assert reply.status_code == 503 and "out of order; restart the server" in reply.text
 
 
 @pytest.mark.parametrize(

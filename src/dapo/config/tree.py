@@ -15,7 +15,6 @@ from dapo.config.reward import MathReward
 from dapo.config.section import Problems, Section
 from dapo.util.escapes import eaten_in
 
-
 class Config(Section):
     """A whole recipe."""
 
@@ -150,13 +149,13 @@ def _conflicts_of_engine(config: Config) -> Iterator[str]:
         for name, given in (("tensor_parallel", rollout.tensor_parallel > 1), ("engine_args", rollout.engine_args)):
             if given:
                 yield f"rollout.{name}: is for rollout.engine=vllm, and engine is {rollout.engine}; leave it out"
-    elif config.runtime.deterministic:
-        yield (
-            "runtime.deterministic: vLLM's results depend on which samples it computes together, so the same seed does "
-            "not give the same bits; use rollout.engine=native, or deterministic=false"
-        )
-    for section, asked in (("rollout", rollout), ("evaluation", config.evaluation)):
-        if rollout.engine == "vllm":
+    else:
+        if config.runtime.deterministic:
+            yield (
+                "runtime.deterministic: vLLM's results depend on which samples it computes together, so the same seed "
+                "does not give the same bits; use rollout.engine=native, or deterministic=false"
+            )
+        for section, asked in (("rollout", rollout), ("evaluation", config.evaluation)):
             yield from (f"{section}.{problem}" for problem in vllm_problems(asked))
     allowed = {"native": ("copy",), "vllm": ("ipc", "nccl", "files")}.get(rollout.engine, ())
     if kind not in ("auto", *allowed):

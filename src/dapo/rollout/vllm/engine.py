@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -50,6 +51,7 @@ class VLLMEngine:
         spare_bytes: int = 0,
         decode: Callable[[Sequence[int]], str] | None = None,
         loaded: bool = False,
+        adapter: Path | None = None,
     ) -> None:
         """Starts vLLM and waits for it.
 
@@ -61,13 +63,14 @@ class VLLMEngine:
             spare_bytes: of a GPU, to leave to others where ``rollout.cache_gib`` is null.
             decode: text of token ids, which requests with stop texts need.
             loaded: whether vLLM loads the weights from ``model.path``, as version 0; otherwise there are none at first.
+            adapter: with ``loaded``, the folder of the adapter that is on ``model``.
 
         Raises:
             ConfigError: vLLM is missing or too old, or ``rollout.engine_args`` names what cannot be set there.
             ModelError: vLLM does not cover the model.
             StartError: vLLM did not start; says why.
         """
-        self._version = 0 if loaded else -1
+        self._version, self._read_adapter = 0 if loaded else -1, adapter
         self._incomplete: int | None = None  # version of weights that have not arrived whole
         self._vocabulary, self._stop_ids = embedding_rows(model) or 2**31, list(stop_token_ids)
         self._longest, self._decode = max_sequence_tokens, decode
@@ -92,6 +95,11 @@ class VLLMEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def broken(self) -> EngineError | None:
+        """Why it has ended; None: it has not, or nobody has asked it anything yet."""
+        return self._broken
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -166,7 +174,7 @@ class VLLMEngine:
     def _adapter(self) -> Any:
         from vllm.lora.request import LoRARequest
 
-        folder = self._transfer.adapter
+        folder = self._transfer.adapter or self._read_adapter
         return LoRARequest(*ADAPTER, str(folder)) if folder else None
 
     # -- what comes back -----------------------------------------------------------------------------------------------
