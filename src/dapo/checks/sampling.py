@@ -62,7 +62,7 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
     policy = Policy(model, config.rollout.temperature, config.training.tokens_per_micro_batch, dtype)
     found = measure_mismatch(batch, policy.logprobs(batch), version=0)
     limit = AGREE_WITHIN[config.model.compute_dtype]
-    text = f"log-probs of {found.tokens} tokens by engine and trainer differ by {found.mean:.2g} on average, "
+    text = f"log-probs of {found.tokens} tokens by the native engine and the trainer differ by {found.mean:.2g} on average, "
     text += f"{found.maximum:.2g} at most"
     if found.exceeds(limit):
         fix = "model.compute_dtype=float32 or algorithm.correction.kind=truncate algorithm.proximal=recompute"
