@@ -129,9 +129,19 @@ def test_a_planted_mistake_is_told_by_name_and_nothing_else_is(case: Path, what:
         (("rollout.engine=vllm",), None, "pass", "vLLM 9.9 covers Qwen2ForCausalLM; native covers"),
         (("rollout.engine=vllm",), "it does not know", "fail", "vllm cannot sample from ./model: it does not know"),
         (("rollout.engine=vllm",), ConfigError("not installed"), "fail", "not installed; native covers Qwen2"),
-        (("rollout.engine=vllm", "rollout.engine_args={bogus: 1}"), None, "fail", "engine_args.bogus: vllm has no such"),
-        (("rollout.engine=vllm", "rollout.engine_args={dtype: half}"), None, "fail", "follows from model.compute_dtype"),
-        (("rollout.engine=vllm", "runtime.sync=ipc"), None, "fail", "runtime.sync: ipc needs learner and engine on one"),
+        (
+            ("rollout.engine=vllm", "rollout.engine_args={bogus: 1}"),
+            None,
+            "fail",
+            "engine_args.bogus: vllm has no such",
+        ),
+        (
+            ("rollout.engine=vllm", "rollout.engine_args={dtype: half}"),
+            None,
+            "fail",
+            "follows from model.compute_dtype",
+        ),
+        (("rollout.engine=vllm", "runtime.sync=ipc"), None, "fail", "runtime.sync: ipc is for GPUs, but the engine"),
     ],
 )
 def test_which_engine_covers_the_model_is_told_with_the_reason(

@@ -283,10 +283,8 @@ def check_memory(context: CheckContext) -> Iterator[Finding]:
         yield Finding("machine", "memory", "pass", f"{text}; how much {where} is free cannot be told here")
         return
     text += f", {gib(free)} of {where} are free"
-    if needed <= _TIGHT * free:
-        yield Finding("machine", "memory", "pass", text)
-        return
-    yield Finding("machine", "memory", "fail" if needed > free else "warn", text, smaller(config, shape, free, on_gpu))
+    tight: Any = "fail" if needed > free else "warn" if needed > _TIGHT * free else None
+    yield Finding("machine", "memory", tight or "pass", text, smaller(config, shape, free, on_gpu) if tight else "")
 
 
 def check_snapshot(context: CheckContext) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.checks.context import CheckContext, Finding, area_of, on_this_machine
-from dapo.checks.start import check_lengths, check_vllm, check_vocabulary, notice_generation_config
+from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, UserError, first_line
 from dapo.model import loading
@@ -108,8 +108,10 @@ def check_engine(context: CheckContext) -> Iterator[Finding]:
     config, found = context.config, context.need(context.model_config, "model")
     engine, native = config.rollout.engine, f"native covers {loading.SUPPORTED[found.model_type]}"
     if engine == "vllm":
+        from dapo.rollout.vllm.options import engine_arguments
+
         try:
-            check_vllm(config, context.need(context.shape, "model"))
+            engine_arguments(config, context.need(context.shape, "model"), "", False, 1, 1, 0)
         except UserError as error:
             fix = "that, or rollout.engine=native, which covers the model"
             yield Finding(area_of(error, "model"), "engine", "fail", f"{error}; {native}", fix)
@@ -181,13 +183,10 @@ def check_tokens(context: CheckContext) -> Iterator[Finding]:
         yield Finding("recipe", "stop-tokens", "fail", str(error), "mend what the line begins with")
         return
     rows = shape.get_input_embeddings().weight.shape[0]
-    others = _of_another_model(context, rows)
-    if others:
-        fix = "leave model.tokenizer out, or name the model's own"
-        context.words_known = True
-        yield _warning("vocabulary", others, fix)
-        return
     context.words_known = True
+    if others := _of_another_model(context, rows):
+        yield _warning("vocabulary", others, "leave model.tokenizer out, or name the model's own")
+        return
     empty = max(0, rows - len(tokenizer))
     more = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
     yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{more}")

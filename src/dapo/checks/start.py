@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from dapo.config import Config
 from dapo.config.messages import GENERATION_CONFIG
@@ -15,7 +14,6 @@ from dapo.config.user_parts import own_part, own_parts
 from dapo.data.source import PromptSource
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.model.loading import POSITIONS_STATED, context_limit, named_stop_ids
-from dapo.model.placement import device_of, engine_device
 from dapo.observe.progress import Listener
 from dapo.records import Prompt
 from dapo.reward.contract import Scorer
@@ -34,18 +32,6 @@ def check_own_parts(config: Config, objective: Any = None, engine: Any = None) -
         load_named(name, key)
     _check_objective(config, own_objective(config, objective, trial=True))
     in_flight_policy(config, own_part(config, "rollout.engine", engine))
-
-
-def check_vllm(config: Config, model: Any) -> None:
-    """``model``: the one to train, or what has its ``config``.
-    Raises UserError: vLLM is not installed, or does not go with the model, its arguments or ``runtime.sync``."""
-    from dapo.rollout.vllm.options import engine_arguments
-    from dapo.rollout.vllm.transfer import chosen
-
-    engine_arguments(config, model, "", False, 2, 1, 0)
-    engine = engine_device(config)
-    uuid = str(torch.cuda.get_device_properties(engine).uuid) if engine.type == "cuda" else ""
-    chosen(config.runtime.sync, device_of(config), [{"type": engine.type, "uuid": uuid}])
 
 
 def _check_objective(config: Config, objective: Any) -> None:

@@ -213,7 +213,9 @@ def check_supported(config: Any) -> None:
 
 
 MAYBE_SERVED = "vLLM may know it, if it is a causal language model"
-_ELSEWHERE = f"It cannot be trained (docs/models.md); to serve, evaluate, generate (rollout.engine=vllm): {MAYBE_SERVED}"
+_ELSEWHERE = (
+    f"It cannot be trained (docs/models.md); to serve, evaluate, generate (rollout.engine=vllm): {MAYBE_SERVED}"
+)
 _HINTS = {"gemma3": " (images and text; the text models, gemma3_text, are)"}
 
 

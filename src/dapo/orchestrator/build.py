@@ -15,7 +15,6 @@ from dapo.checks.checklist import brief
 from dapo.checks.start import (
     check_lengths,
     check_own_parts,
-    check_vllm,
     check_vocabulary,
     longest_sequence,
     notice_generation_config,
@@ -84,8 +83,6 @@ class Setup:
         named = config.model
         tokenizer = overrides.tokenizer or load_tokenizer(named.tokenizer or named.path, named.trust_remote_code)
         described = described_model(config, overrides)
-        if config.rollout.engine == "vllm" and overrides.engine is None:
-            check_vllm(config, described)
         rows = embedding_rows(overrides.model or named.path, named.trust_remote_code)
         template = PromptTemplate(config.data, tokenizer, rows)
         if config.data.today and not template.today:

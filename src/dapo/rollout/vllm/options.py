@@ -122,6 +122,8 @@ def engine_arguments(
         ModelError: vLLM does not cover the model.
     """
     rollout, on_gpu = config.rollout, engine_device(config).type == "cuda"
+    if not on_gpu and (sync := config.runtime.sync) in ("ipc", "nccl"):
+        raise ConfigError(f"runtime.sync: {sync} is for GPUs, but the engine is on a CPU; use auto or files")
     if reason := why_not(_named(model), rollout.tensor_parallel):
         raise ModelError(f"rollout.engine: vllm cannot sample from {config.model.path}: {reason}")
     rank = max((one.r for one in getattr(model, "peft_config", {}).values()), default=0)
