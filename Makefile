@@ -84,7 +84,7 @@ $(TRANSFORMERS4): $(STAMP)
 		charset_normalizer || { echo "make transformers4: the package index cannot be reached" >&2; exit 1; }
 	@touch $@
 
-vllm: $(VLLM)  ## make .venv-vllm: vLLM's CPU build, for the tests over it
+vllm: $(VLLM)  ## make .venv-vllm: vLLM's CPU build, with a dapo command of its own
 
 $(VLLM): $(STAMP) scripts/vllm_env
 	@scripts/vllm_env $(PY) $@

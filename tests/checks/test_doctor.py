@@ -127,20 +127,35 @@ def test_a_planted_mistake_is_told_by_name_and_nothing_else_is(case: Path, what:
         (("rollout.engine=openai", "rollout.url=http://127.0.0.1:1"), None, "pass", "the engine of the server has to"),
         ((f"rollout.engine={OWN}",), None, "pass", "yours, what it covers is not known; native covers"),
         (("rollout.engine=vllm",), None, "pass", "vLLM 9.9 covers Qwen2ForCausalLM; native covers"),
-        (("rollout.engine=vllm",), "it does not know", "fail", "vLLM does not cover the model: it does not know"),
+        (("rollout.engine=vllm",), "it does not know", "fail", "vllm cannot sample from ./model: it does not know"),
         (("rollout.engine=vllm",), ConfigError("not installed"), "fail", "not installed; native covers Qwen2"),
+        (
+            ("rollout.engine=vllm", "rollout.engine_args={bogus: 1}"),
+            None,
+            "fail",
+            "engine_args.bogus: vllm has no such",
+        ),
+        (
+            ("rollout.engine=vllm", "rollout.engine_args={dtype: half}"),
+            None,
+            "fail",
+            "follows from model.compute_dtype",
+        ),
+        (("rollout.engine=vllm", "runtime.sync=ipc"), None, "fail", "runtime.sync: ipc is for GPUs, but the engine"),
     ],
 )
 def test_which_engine_covers_the_model_is_told_with_the_reason(
     case: Path, settings: tuple[str, ...], reason: Any, status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def why_not(model_config: Any, tensor_parallel: int) -> str | None:
+    def why_not(model_config: Any, tensor_parallel: int = 1) -> str | None:
         if isinstance(reason, Exception):
             raise reason
         return None if reason is None else str(reason)
 
     monkeypatch.setattr("dapo.rollout.vllm.options.why_not", why_not)
-    monkeypatch.setattr("dapo.checks.model.version", lambda name: "9.9")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    package = SimpleNamespace(__version__="9.9", AsyncEngineArgs=lambda dtype: None)
+    monkeypatch.setattr("dapo.rollout.vllm.options.find_vllm", lambda: package)
     (found,) = [one for one in doctor(*settings) if one["name"] == "engine"]
     assert found["status"] == status and said in found["found"]
     assert ("rollout.engine=native" in found["fix"]) == (status == "fail")

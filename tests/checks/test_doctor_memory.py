@@ -119,6 +119,17 @@ def test_on_a_gpu_rollout_and_update_take_turns() -> None:
     assert bounded.cache == int(0.001 * GIB)
 
 
+def test_vllm_loads_a_base_of_its_own_which_goes_to_the_host_while_it_sleeps() -> None:
+    pytest.importorskip("peft")
+    given = {"model__lora__rank": 8, "rollout__cache_gib": 0.001}
+    native, vllm = config(**given), config(**given, rollout__engine="vllm", runtime__deterministic=False)
+    shape = trainable_shape(native.model, random_model("qwen2", **SHAPE).config)
+    one, other = (predict_memory(which, shape, on_gpu=True) for which in (native, vllm))
+    weights = 4 * sum(p.numel() for p in shape.parameters())
+    assert one.engine < weights == other.engine == other.host and one.host == 0
+    assert (other.cache, other.cache_that_stays) == (0, int(0.001 * GIB)), "the learner keeps its memory as vLLM wakes"
+
+
 def test_free_memory_is_that_of_the_container_where_that_is_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

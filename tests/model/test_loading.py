@@ -46,7 +46,7 @@ def test_an_architecture_without_proof_is_refused_by_name(kind: str) -> None:
     message = str(refusal.value)
     assert f"'{kind}' is not supported by the native engine" in message
     assert all(name in message for name in SUPPORTED.values())
-    assert "vLLM may serve it (dapo serve, rollout.engine=vllm)" in message
+    assert "serve, evaluate, generate (rollout.engine=vllm): vLLM may know it, if it is a causal" in message
     assert "docs/models.md" in message
 
 
@@ -91,7 +91,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("name, changes, message", OPTIONS)
 def test_an_option_that_would_be_computed_wrongly_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=f"'{name}' with .*{message}.*not supported.*vLLM may serve it"):
+    with pytest.raises(ModelError, match=f"'{name}' with .*{message}.*not supported.*vLLM may know it"):
         check_supported(config_of(name, **changes))
 
 

@@ -8,7 +8,8 @@ values, vocabulary V, t tokens of a micro-batch:
 weights        4 A (float32 masters) + b (P - A) (frozen)
 gradients      4 A
 Adam           8 A (two moments); with training.offload_optimizer in a GPU's memory only those of a group at a time
-engine         b A (its own copy; what is frozen it shares), twice if evaluations beside the sampling have one, too
+engine         b A (its own copy; what is frozen it shares), vLLM: b P, which a shared GPU holds while it wakes, and the
+               host's memory while it sleeps; b A more if evaluations beside the sampling have an engine of theirs
 reference      4 A, if the KL to the initial policy is asked for
 casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those
@@ -30,7 +31,8 @@ decoding       2 x 4 V s in a step of the rollout
 Prediction and measurement are compared in tests/checks/test_doctor_memory.py; the libraries themselves (about half a
 GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
 while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
-the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case.
+the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case,
+and vLLM's, which takes all of cache_gib: the learner has not given its memory back when vLLM wakes.
 An engine on another device (``rollout.device``) is not in it."""
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class Memory:
     streamed: int = 0
     """Adam's moments on their way through a GPU, after the backward pass."""
     host: int = 0
-    """Adam's moments in the host's memory, where that is another one."""
+    """Adam's moments and the weights of a vLLM asleep in the host's memory, where that is another one."""
     cache_that_stays: int = 0
     """The engine's on a GPU that it shares, if updates do not take turns with it."""
 
@@ -130,10 +132,11 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
     longest, rows = _longest(config), _rows(config)
     cache = rows * longest * _pairs(text) * text.num_hidden_layers * width
     if on_gpu and rollout.cache_gib is not None:
-        cache = min(cache, int(rollout.cache_gib * GIB))
-    stays = on_gpu and config.cache_stays
+        cache = int(rollout.cache_gib * GIB) if rollout.engine == "vllm" else min(cache, int(rollout.cache_gib * GIB))
+    stays = on_gpu and (config.cache_stays or rollout.engine == "vllm")
     apart = rollout.device not in (None, *(("cuda", "cuda:0") if on_gpu else ("cpu",)))
-    engines = 0 if apart else 2 if config.ahead and config.evaluation.while_sampling == "copy" else 1
+    vllm = 0 if apart or rollout.engine != "vllm" else width * parameters
+    second = bool(config.ahead) and config.evaluation.while_sampling == "copy"
     update = training.groups_per_update * rollout.samples_per_prompt * longest
     tokens = min(training.tokens_per_micro_batch, update)
     chunk = min(tokens, chunk_rows(torch.device("cuda" if on_gpu else "cpu"), text.vocab_size)) * text.vocab_size
@@ -144,7 +147,7 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
         weights=4 * trained + width * (parameters - trained),
         gradients=4 * trained,
         adam=0 if offloaded else 8 * trained,
-        engine=engines * width * trained,
+        engine=0 if apart else (vllm or width * trained) + second * width * trained,
         reference=0 if config.algorithm.kl.mode == "off" else 4 * trained,
         casts=0 if width == 4 else _casts(config, shape),
         cache=0 if apart or stays else cache,
@@ -153,7 +156,7 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
         decoding=0 if apart else 8 * text.vocab_size * rows,
         at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
         streamed=8 * min(trained, max(GROUP_NUMBERS, largest)) if offloaded else 0,
-        host=8 * trained if offloaded else 0,
+        host=8 * trained * offloaded + vllm * (on_gpu and not config.cache_stays),
         cache_that_stays=cache if stays and not apart else 0,
     )
 
@@ -280,10 +283,8 @@ def check_memory(context: CheckContext) -> Iterator[Finding]:
         yield Finding("machine", "memory", "pass", f"{text}; how much {where} is free cannot be told here")
         return
     text += f", {gib(free)} of {where} are free"
-    if needed <= _TIGHT * free:
-        yield Finding("machine", "memory", "pass", text)
-        return
-    yield Finding("machine", "memory", "fail" if needed > free else "warn", text, smaller(config, shape, free, on_gpu))
+    tight: Any = "fail" if needed > free else "warn" if needed > _TIGHT * free else None
+    yield Finding("machine", "memory", tight or "pass", text, smaller(config, shape, free, on_gpu) if tight else "")
 
 
 def check_snapshot(context: CheckContext) -> Iterator[Finding]:

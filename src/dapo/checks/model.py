@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dapo.checks.context import CheckContext, Finding, on_this_machine
+from dapo.checks.context import CheckContext, Finding, area_of, on_this_machine
 from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config
 from dapo.data.template import PromptTemplate
-from dapo.errors import ConfigError, DataError, ModelError, first_line
+from dapo.errors import ConfigError, DataError, ModelError, UserError, first_line
 from dapo.model import loading
 from dapo.model.adapters import adapter_parameters, find_adapter
 from dapo.model.hub import hub_answers, is_name
@@ -87,9 +86,10 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
     try:
         loading.check_supported(found)
     except ModelError as error:
-        said, refused = _by_vllm(found, 1) if find_spec("vllm") else ("", True)
-        other = "" if refused else f". {said}: it can be served (dapo serve), but not trained"
-        yield Finding("model", "architecture", "fail", f"{error}{other}", "a model that docs/models.md names")
+        text = str(error)
+        if find_spec("vllm"):
+            text = text.replace(loading.MAYBE_SERVED, _by_vllm(found))
+        yield Finding("model", "architecture", "fail", text, "a model that docs/models.md names")
         return
     try:
         context.shape = trainable_shape(config.model, found)
@@ -106,33 +106,40 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
 def check_engine(context: CheckContext) -> Iterator[Finding]:
     """Which engine covers the model, and why."""
     config, found = context.config, context.need(context.model_config, "model")
-    engine, parallel = config.rollout.engine, config.rollout.tensor_parallel
-    native = f"native covers {loading.SUPPORTED[found.model_type]}"
+    engine, native = config.rollout.engine, f"native covers {loading.SUPPORTED[found.model_type]}"
     if engine == "vllm":
-        why, reason = _by_vllm(found, parallel)
-        fix = "rollout.engine=native, which covers the model" if reason else ""
-        yield Finding("model", "engine", "fail" if reason else "pass", f"{why}; {native}", fix)
-        return
+        from dapo.rollout.vllm.options import engine_arguments
+
+        try:
+            engine_arguments(config, context.need(context.shape, "model"), "", False, 1, 1, 0)
+        except UserError as error:
+            fix = "that, or rollout.engine=native, which covers the model"
+            yield Finding(area_of(error, "model"), "engine", "fail", f"{error}; {native}", fix)
+            return
     said = {
         "native": f"{native}; {'vLLM is installed, too' if find_spec('vllm') else 'vLLM is not installed'}",
         "openai": f"the engine of the server has to cover {found.model_type}; {native}",
+        "vllm": f"{_by_vllm(found)}; {native}" if engine == "vllm" else "",
     }
     yours = f"{engine}: yours, what it covers is not known; {native}"
     yield Finding("model", "engine", "pass", said.get(engine, yours))
 
 
-def _by_vllm(model_config: Any, tensor_parallel: int) -> tuple[str, bool]:
-    """What vLLM says of a model, and whether it does not cover it."""
-    from dapo.rollout.vllm.options import why_not
+def _by_vllm(model_config: Any) -> str:
+    """What vLLM says of a model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from dapo.rollout.vllm.options import find_vllm, why_not
+
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "vLLM is given causal language models only"
     try:
-        reason = why_not(model_config, tensor_parallel)
+        reason = why_not(model_config)
     except ConfigError as error:
-        return str(error), True
+        return str(error)
     if reason is not None:
-        return f"vLLM does not cover the model: {reason}", True
-    has = f"vLLM {version('vllm')} covers {' and '.join(model_config.architectures)}"
-    return has + (f", its heads shared by {tensor_parallel}" if tensor_parallel > 1 else ""), False
+        return f"vLLM does not cover it: {reason}"
+    return f"vLLM {find_vllm().__version__} covers {' and '.join(model_config.architectures)}"
 
 
 def _absent(context: CheckContext, what: str, name: str, file: str) -> Finding | None:
@@ -176,13 +183,10 @@ def check_tokens(context: CheckContext) -> Iterator[Finding]:
         yield Finding("recipe", "stop-tokens", "fail", str(error), "mend what the line begins with")
         return
     rows = shape.get_input_embeddings().weight.shape[0]
-    others = _of_another_model(context, rows)
-    if others:
-        fix = "leave model.tokenizer out, or name the model's own"
-        context.words_known = True
-        yield _warning("vocabulary", others, fix)
-        return
     context.words_known = True
+    if others := _of_another_model(context, rows):
+        yield _warning("vocabulary", others, "leave model.tokenizer out, or name the model's own")
+        return
     empty = max(0, rows - len(tokenizer))
     more = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
     yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{more}")

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,8 +61,8 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
     policy = Policy(model, config.rollout.temperature, config.training.tokens_per_micro_batch, dtype)
     found = measure_mismatch(batch, policy.logprobs(batch), version=0)
     limit = AGREE_WITHIN[config.model.compute_dtype]
-    text = f"log-probs of {found.tokens} tokens by engine and trainer differ by {found.mean:.2g} on average, "
-    text += f"{found.maximum:.2g} at most"
+    text = f"log-probs of {found.tokens} tokens by the native engine and the trainer differ by {found.mean:.2g} on "
+    text += f"average, {found.maximum:.2g} at most"
     if found.exceeds(limit):
         fix = "model.compute_dtype=float32 or algorithm.correction.kind=truncate algorithm.proximal=recompute"
         yield Finding("model", "agreement", "warn", f"{text}; {limit:g} would be noise", fix)
@@ -73,24 +72,12 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
 
 async def _sample(context: CheckContext, prompts: Sequence[Prompt], samples: int, tokens: int) -> list[Group]:
     """Groups in the order of ``prompts``, their samples without text or reward."""
-    async with _engine(context, prompts, samples, tokens) as engine:
-        config = context.config
-        sampling = Sampling(config.rollout.temperature, tokens, stop=tuple(config.rollout.stop))
-        seeds = [tuple(sample_seed(config.seed, p.row, _DRAW, i) for i in range(samples)) for p in prompts]
-        requests = [Request(place, p.token_ids, seeds[place], sampling) for place, p in enumerate(prompts)]
-        found: dict[tuple[int, int], Sample] = {}
-        async for sample in engine.generate(requests):
-            found[sample.request_id, sample.index] = sample
-    return [Group(k, p, tuple(found[k, i] for i in range(samples))) for k, p in enumerate(prompts)]
-
-
-@asynccontextmanager
-async def _engine(
-    context: CheckContext, prompts: Sequence[Prompt], samples: int, tokens: int
-) -> AsyncIterator[NativeEngine]:
     config, model, template = context.config, context.model, context.need(context.template, "template")
     stop_ids = stop_token_ids(model, context.tokenizer, config.rollout.stop_token_ids)
     template.ends_with(stop_ids)
+    sampling = Sampling(config.rollout.temperature, tokens, stop=tuple(config.rollout.stop))
+    seeds = [tuple(sample_seed(config.seed, p.row, _DRAW, i) for i in range(samples)) for p in prompts]
+    requests = [Request(place, p.token_ids, seeds[place], sampling) for place, p in enumerate(prompts)]
     engine = NativeEngine(
         copy_model(model, getattr(torch, config.model.compute_dtype), engine_device(config)),
         stop_ids,
@@ -101,9 +88,10 @@ async def _engine(
         decode=template.decode,
     )
     try:
-        yield engine
+        found = {(sample.request_id, sample.index): sample async for sample in engine.generate(requests)}
     finally:
         await engine.close()
+    return [Group(k, p, tuple(found[k, i] for i in range(samples))) for k, p in enumerate(prompts)]
 
 
 def check_probe(context: CheckContext) -> Iterator[Finding]:

@@ -212,7 +212,10 @@ def check_supported(config: Any) -> None:
         raise ModelError(f"model architecture {kind!r} with {what} is not supported by the native engine. {_ELSEWHERE}")
 
 
-_ELSEWHERE = "It cannot be trained; vLLM may serve it (dapo serve, rollout.engine=vllm); docs/models.md has the table"
+MAYBE_SERVED = "vLLM may know it, if it is a causal language model"
+_ELSEWHERE = (
+    f"It cannot be trained (docs/models.md); to serve, evaluate, generate (rollout.engine=vllm): {MAYBE_SERVED}"
+)
 _HINTS = {"gemma3": " (images and text; the text models, gemma3_text, are)"}
 
 

