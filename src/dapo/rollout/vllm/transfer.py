@@ -34,6 +34,7 @@ class WeightTransfer:
 
     Attributes:
         shapes: of the tensors of an update, by name; each of them has to come.
+        kind: how they get there, ``auto`` until the first have come.
         adapter: the folder that the adapter was last taken from, if that is what is sent.
     """
 
@@ -49,7 +50,8 @@ class WeightTransfer:
             kind: ``runtime.sync``, other than `copy`.
         """
         self.shapes = {name: tuple(parameter.shape) for name, parameter in changing_parameters(model).items()}
-        self._call, self._model, self._dtype, self._kind = call, model, dtype, kind
+        self._call, self._model, self._dtype = call, model, dtype
+        self.kind = "files" if has_adapter(model) else kind
         self._ways = {"files": self._files, "ipc": self._ipc, "nccl": self._broadcast, "gloo": self._broadcast}
         self._missing: set[str] = set()
         self._adapter_tensors: dict[str, torch.Tensor] = {}
@@ -99,7 +101,7 @@ class WeightTransfer:
             found = await self._tell("adapter", str(folder), elements)
         else:
             found = await self._tell("commit", elements)
-            if self._kind == "ipc":
+            if self.kind == "ipc":
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # memory that the workers have let go of
         return dict(min(found, key=lambda one: one["found"]))
 
@@ -120,8 +122,8 @@ class WeightTransfer:
                     raise EngineError(f"weights: {name} came twice, with other values")
             return
         device = next(iter(tensors.values())).device
-        self._kind = chosen(self._kind, device, self._workers)
-        await self._ways[self._kind](tensors, device)
+        self.kind = chosen(self.kind, device, self._workers)
+        await self._ways[self.kind](tensors, device)
 
     async def _files(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._sent += 1
@@ -162,9 +164,9 @@ class WeightTransfer:
         store = store_at(host, 0, size, first=True)
 
         def join() -> None:
-            self._group = process_group(self._kind, store, 0, size)
+            self._group = process_group(self.kind, store, 0, size)
 
-        await self._both(self._tell("join", self._kind, host, store.port, size), join)
+        await self._both(self._tell("join", self.kind, host, store.port, size), join)
 
     async def _both(self, theirs: Any, ours: Callable[[], None]) -> None:
         """Each waits for the other. If the workers fail, ours would wait for them in vain."""
