@@ -19,9 +19,10 @@ from dapo.model.loading import load_model
 from dapo.observe.progress import QuietListener
 from dapo.rollout.engine import Request, Sampling, some_elements
 from dapo.rollout.native.engine import NativeEngine
-from dapo.serve import weights
+from dapo.serve import door as module
 from dapo.serve.app import Service, create_app
-from dapo.serve.model import Job, Limits, Restarted, load_served
+from dapo.serve.door import Begin, Restarted
+from dapo.serve.model import Job, Limits, load_served
 from run_cases import TOKENIZER, tiny_model
 
 Client = httpx.AsyncClient
@@ -179,12 +180,12 @@ def test_who_does_not_read_holds_no_update_and_who_takes_too_long_begins_anew(
 ) -> None:
     async def run() -> None:
         served = load_served(str(model), QuietListener(), overrides=SETTINGS)
-        door = served.doors["tiny"]
-        updates, engine = weights.Weights(door, None), door.engines[0]
+        updates = served.doors["tiny"]
+        engine = updates.engines[0]
         job = Job("tiny", [Request(0, tuple(PROMPT), (1,), Sampling(0.0, 20))], drafts=True)
         unread = served.submit(job)
         await anext(unread)
-        await updates.begin(weights.Begin(version=1, in_flight="drain", update="a"))
+        await updates.begin(Begin(version=1, in_flight="drain", update="a"))
         assert [part.versions async for _, part in unread]  # nothing of it is lost
         tensors = tensors_of(tiny_model(1))
         await updates.put("a", body(save(tensors)))
@@ -193,8 +194,8 @@ def test_who_does_not_read_holds_no_update_and_who_takes_too_long_begins_anew(
         late = served.submit(job)
         first = asyncio.create_task(anext(late))
         await asyncio.sleep(0.1)
-        monkeypatch.setattr(weights, "DEADLINE_S", 0.2)
-        await updates.begin(weights.Begin(version=2, in_flight="drain"))
+        monkeypatch.setattr(module, "DEADLINE_S", 0.2)
+        await updates.begin(Begin(version=2, in_flight="drain"))
         with pytest.raises(Restarted):
             await first
         await served.close()
@@ -203,7 +204,7 @@ def test_who_does_not_read_holds_no_update_and_who_takes_too_long_begins_anew(
 
 
 def test_a_client_that_is_lost_blocks_nobody_for_ever(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(module, "DEADLINE_S", 0.5)
     other = tiny_model(1)
 
     async def ask(client: Client) -> tuple[Any, ...]:
@@ -259,13 +260,13 @@ def test_who_waits_for_requests_to_end_holds_up_no_other_update(model: Path) -> 
 
 
 def test_a_body_that_comes_slowly_is_no_silence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(module, "DEADLINE_S", 0.2)
     tensors = tensors_of(tiny_model(1))
 
     async def run() -> int:
         served = load_served(str(model), QuietListener(), overrides=SETTINGS)
-        updates = weights.Weights(served.doors["tiny"], None)
-        await updates.begin(weights.Begin(version=1, update="a"))
+        updates = served.doors["tiny"]
+        await updates.begin(Begin(version=1, update="a"))
 
         async def slow() -> bytes:
             await asyncio.sleep(0.5)

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 from dapo.config.data import DataItem, Files
 from dapo.config.secrets import is_secret
 from dapo.config.section import JsonMapping, Named, OneOf, PathText, Section, check_address
+from dapo.util.http.mapping import filled
 
 MOST_STALE = 64
 """Versions that a token which is trained on may be old at most."""
@@ -70,14 +71,18 @@ def _is_an_address(value: str) -> str:
     return value
 
 
-ASKED = re.compile(r"\$(?:prompt|max_tokens|temperature|top_p|seed|stop)\b")
+_ASKED = ("prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+ASKED = re.compile(rf"\$(?:{'|'.join(_ASKED)})\b")
+"""A field in the template of a request for a response."""
 
 
 def _can_be_filled(value: dict[str, Any]) -> dict[str, Any]:
-    text = json.dumps(value)
-    if (other := re.search(r"\$[A-Za-z_]\w*", ASKED.sub("", text))) or "$prompt" not in text:
-        what = f"{other[0]} is no field of a request" if other else "it must send $prompt"
-        raise ValueError(f"{what}; known are $prompt, $max_tokens, $temperature, $top_p, $seed and $stop")
+    found: list[re.Match[str]] = []
+    if other := re.search(r"\$[A-Za-z_]\w*", json.dumps(filled(value, ASKED, [found.append]))):
+        what = "fills in values, and this is a key" if ASKED.match(other[0]) else "is no field of a request"
+        raise ValueError(f"{other[0]} {what}; known are ${', $'.join(_ASKED)}")
+    if "$prompt" not in {one[0] for one in found}:
+        raise ValueError(f"it must send $prompt; known are ${', $'.join(_ASKED)}")
     return value
 
 
@@ -97,8 +102,8 @@ class RolloutConfig(Section):
     """Name that the server has for the model. null: that of the only one it has."""
     request: Annotated[JsonMapping, AfterValidator(_can_be_filled)] | None = None
     """For evaluations on a server that does not speak OpenAI's API, such as Triton's `generate`: the body of a POST to
-    rollout.url, in which `$prompt` (text), `$max_tokens`, `$temperature`, `$top_p`, `$seed` and `$stop` are filled in
-    as in `reward.request`."""
+    rollout.url, in which `$prompt` (text), `$max_tokens`, `$temperature`, `$top_p`, `$top_k`, `$min_p`, `$seed` and
+    `$stop` are filled in as in `reward.request`."""
     text: str = "text"
     """With `request`: where the text of the response stands in the reply; dots lead into mappings."""
     timeout_s: float = Field(1800.0, gt=0)

@@ -15,6 +15,9 @@ from dapo.config.reward import MathReward
 from dapo.config.section import Problems, Section
 from dapo.util.escapes import eaten_in
 
+VLLM_TEMPERATURES = 0.01, 2.0
+"""The least, below which vLLM samples at this one, and the highest that it takes."""
+
 
 class Config(Section):
     """A whole recipe."""
@@ -139,7 +142,12 @@ def _conflicts_of_engine(config: Config) -> Iterator[str]:
         for name, given in (("tensor_parallel", rollout.tensor_parallel > 1), ("engine_args", rollout.engine_args)):
             if given:
                 yield f"rollout.{name}: is for rollout.engine=vllm, and engine is {rollout.engine}; leave it out"
-    elif config.runtime.deterministic:
+        return
+    least, most = VLLM_TEMPERATURES
+    for key, value in (("rollout", rollout.temperature), ("evaluation", config.evaluation.temperature)):
+        if value and not least <= value <= most:
+            yield f"{key}.temperature: is {value:g}, vLLM samples at {least:g} to {most:g}; use rollout.engine=native"
+    if config.runtime.deterministic:
         yield (
             "runtime.deterministic: vLLM's results depend on which samples it computes together, so the same seed does "
             "not give the same bits; use rollout.engine=native, or deterministic=false"

@@ -136,13 +136,7 @@ def _response(prompting: Prompting, prompt: Prompt, place: tuple[int, int], part
 
 
 def _token_logprobs(prompting: Prompting, sample: Sample) -> list[dict[str, Any]]:
-    template = prompting.template
-    drawn = [
-        (i, template.text([i]), p) for i, p in zip(sample.token_ids.tolist(), sample.logprobs.tolist(), strict=True)
-    ]
-
     def told(token: Likely) -> dict[str, Any]:
         return dict(zip(("id", "token", "logprob"), token, strict=True))
 
-    tops = likeliest(template, sample)
-    return [told(token) | {"top": list(map(told, best))} for token, best in zip(drawn, tops, strict=True)]
+    return [told(token) | {"top": list(map(told, best))} for token, best in likeliest(prompting.template, sample)]

@@ -6,6 +6,7 @@ trainer and no float32 master weights are made: the model is loaded in ``model.c
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,11 +84,12 @@ _OPEN: Mapping[str, Any] = {
 """Where nobody says otherwise."""
 ONE_EACH: Mapping[str, Any] = {"evaluation": {"samples_per_prompt": 1, "data": [], "rows": None}}
 """For prompts to answer: what a recipe says of its evaluation is not about them."""
+_OF_VLLM = ("engine", "tensor_parallel", "engine_args")
 _FROM_RECIPE = {
     "seed": True,
     "model": {"tokenizer", "compute_dtype", "trust_remote_code"},
     "data": {"prompt_key", "answer_key", "max_prompt_length", *DataConfig.WRITING},
-    "rollout": {"max_response_length", "stop_token_ids", "stop", "max_concurrent_samples"},
+    "rollout": {"max_response_length", "stop_token_ids", "stop", "max_concurrent_samples", "cache_gib", *_OF_VLLM},
     "reward": True,
     "evaluation": {
         *("data", "rows", "samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "stop"),
@@ -110,6 +112,12 @@ def inference_config(
     Raises ConfigError: with every problem found."""
     trained = recipe or model.recipe
     from_recipe = load_config(trained).model_dump(include=_FROM_RECIPE, exclude_unset=True) if trained else {}  # type: ignore[arg-type]
+    rollout = from_recipe.get("rollout", {})
+    asked = [layer.get("rollout", {}).get("engine") for layer in layers]
+    asked += [value for key, _, value in (one.partition("=") for one in overrides) if key == "rollout.engine"]
+    if next(filter(None, reversed(asked)), rollout.get("engine")) != "vllm":  # no other samples here as it did there
+        rollout = {key: value for key, value in rollout.items() if key not in _OF_VLLM}
+    from_recipe = from_recipe | {"rollout": rollout}
     named = {"model": {"path": model.path}}
     config = layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
     require_secrets(config.model_dump(mode="json", include=_FROM_RECIPE), trained, "as section.key=value")  # type: ignore[arg-type]
@@ -240,12 +248,21 @@ def load_prompting(config: Config, model: Any = None, tokenizer: Any = None) -> 
 
 
 def doubts(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
-    """What to warn of: samples that will all be the same, and letters that the tokenizer has no token for, so that the
-    model does not see them. ``prompts``: by the name of where they come from; of many, some are looked at."""
+    """What to warn of: settings that a server is not told, samples that will all be the same, and letters that the
+    tokenizer has no token for, so that the model does not see them. ``prompts``: by the name of where they come from;
+    of many, some are looked at."""
     from dapo.checks.answers import LOOKED_AT, spread
     from dapo.data.template import lost_letters
 
-    if prompting.config.evaluation.samples_per_prompt > 1 and prompting.config.evaluation.temperature == 0:
+    asked, sent = prompting.config.evaluation, json.dumps(prompting.config.rollout.request)
+    if sent != "null":
+        off = {"temperature": None, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        for name, value in ((name, getattr(asked, name)) for name in off):
+            if value != off[name] and f"${name}" not in sent:
+                yield f"rollout.request sends no ${name}: the server samples as it is set, not with {name} {value:g}"
+        if asked.samples_per_prompt > 1 and "$seed" not in sent:
+            yield "rollout.request sends no $seed: the samples of a prompt may be alike, and others the next time"
+    if asked.samples_per_prompt > 1 and asked.temperature == 0:
         yield "at temperature 0 all samples of a prompt are alike; use a temperature of 1"
     for name, several in prompts.items():
         some = spread(several, LOOKED_AT)
@@ -316,14 +333,19 @@ def _outline(config: Config) -> Any:
 
 
 def engine_for(
-    prompting: Prompting, model: Any, stop_ids: Sequence[int], sequence_tokens: int, samples: int
+    prompting: Prompting,
+    model: Any,
+    stop_ids: Sequence[int],
+    sequence_tokens: int,
+    samples: int,
+    adapter: str | None = None,
 ) -> LocalEngine:
-    """``model`` in an engine for ``samples`` at once, each with its prompt of at most ``sequence_tokens`` tokens. That
-    of vLLM waits for the weights of an adapter.
+    """``model`` in an engine for ``samples`` at once, each with its prompt of at most ``sequence_tokens`` tokens.
+    ``adapter``: folder of the one that is on it; None: that is ``model.path``, if there is one.
     Raises UserError: vLLM is missing, does not cover the model, or does not start."""
     import torch
 
-    from dapo.model.adapters import has_adapter
+    from dapo.model.adapters import find_adapter
     from dapo.model.placement import cache_bytes
     from dapo.rollout.native.engine import NativeEngine
 
@@ -336,7 +358,8 @@ def engine_for(
     if config.rollout.engine == "vllm":
         from dapo.rollout.vllm.engine import VLLMEngine
 
-        return VLLMEngine(config, model, stop_ids, loaded=not has_adapter(model), **sizes)
+        found = find_adapter(adapter or config.model.path)
+        return VLLMEngine(config, model, stop_ids, loaded=True, adapter=found.folder if found else None, **sizes)
     options: dict[str, Any] = {"deterministic": config.runtime.deterministic, "threads": torch.get_num_threads()}
     return NativeEngine(model, stop_ids, cache_bytes=cache_bytes(config), **options, **sizes)
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -171,9 +171,11 @@ async def written(
         reading.cancel()
 
 
-def likeliest(template: PromptTemplate, sample: Sample) -> list[list[Likely]]:
-    """The most likely tokens in the place of each token of a sample, if they were asked for."""
-    if sample.top_ids is None or sample.top_logprobs is None:
-        return [[] for _ in range(sample.length)]
-    tops = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
-    return [[(i, template.text([i]), p) for i, p in zip(*best, strict=True)] for best in tops]
+def likeliest(template: PromptTemplate, sample: Sample) -> list[tuple[Likely, list[Likely]]]:
+    """Each token of a sample, and the most likely ones in its place, for which the request asked."""
+
+    def told(ids: Any, logprobs: Any) -> list[Likely]:
+        return [(i, template.text([i]), p) for i, p in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+
+    tops = map(told, cast(Any, sample.top_ids), cast(Any, sample.top_logprobs))
+    return list(zip(told(sample.token_ids, sample.logprobs), tops, strict=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,13 +119,12 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             raise ModelError(f"adapter {folder}: {name} is not served; {served}")
 
 
-def put_on(model: Any, adapter: Adapter, dtype: torch.dtype | None = None, read: bool = True) -> Any:
+def put_on(model: Any, adapter: Adapter, dtype: torch.dtype | None = None) -> Any:
     """``model``, changed in place: its linear layers now add what the adapter's matrices give.
 
     Args:
-        model: the base, without an adapter. It is frozen.
+        model: the base, without an adapter. It is frozen. On the meta device the weights are read to be checked.
         dtype: of the adapter's parameters; None: that of the layers that they are on.
-        read: the weights too, and not the shapes alone.
 
     Raises:
         ModelError: PEFT is not installed, or adapter and model do not fit.
@@ -136,8 +136,7 @@ def put_on(model: Any, adapter: Adapter, dtype: torch.dtype | None = None, read:
         model = _injected(model, lora_config(**{**known, "init_lora_weights": False}), adapter.base, dtype)
     except Exception as error:  # layers that are not there: each raises its own
         raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {first_line(error)}") from None
-    if read:
-        read_weights(model, adapter)
+    read_weights(model, adapter)
     check_ends(model)
     return model
 
@@ -205,7 +204,9 @@ def read_weights(model: Any, adapter: Adapter) -> None:
     try:
         weights = load_file(adapter.folder / WEIGHTS_FILE)
         weights = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
-        report = _peft(f"adapter {adapter.folder}").set_peft_model_state_dict(model, weights)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # to an outline, to be checked
+            report = _peft(f"adapter {adapter.folder}").set_peft_model_state_dict(model, weights)
     except ModelError:
         raise
     except Exception as error:  # shapes that differ, a damaged file: each raises its own

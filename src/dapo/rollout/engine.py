@@ -171,8 +171,10 @@ def some_elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_known(bucket: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises EngineError: an engine has no parameter of this name or of this shape."""
+    """Raises EngineError: an engine has no parameter of this name or of this shape, or it is not given such numbers."""
     for name, tensor in bucket:
+        if not tensor.is_floating_point():
+            raise EngineError(f"weights: {name} is of {tensor.dtype}; parameters are floating-point numbers")
         if (shape := shapes.get(name)) != tuple(tensor.shape):
             have = "no such parameter" if shape is None else f"shape {shape}"
             raise EngineError(f"weights: {name} {tuple(tensor.shape)}: the engine's model has {have}")

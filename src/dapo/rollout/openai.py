@@ -88,7 +88,8 @@ class OpenAIEngine:
         """
         self._config, rollout = config, config.rollout
         self._rollout = rollout
-        self._vocabulary, self._stop_ids, self._tokenizer = vocabulary or 2**31, list(stop_ids), tokenizer
+        self._vocabulary, self._stop_ids = vocabulary or 2**31, list(stop_ids)
+        self._tokenizer, self._training = tokenizer, tokenizer is None
         token = token_in(rollout.token_env, "rollout.token_env", RemoteError)
         self._blanked = Secrets(token, "").blanked
         url = rollout.url or ""
@@ -136,7 +137,7 @@ class OpenAIEngine:
         await self._name()
         ours, counts = self._ours, [range(len(r.seeds)) for r in requests]
         if self._slots is None:
-            settings = self._config.evaluation if self._tokenizer else self._rollout
+            settings = self._rollout if self._training else self._config.evaluation
             at_once = self._rollout.max_concurrent_samples // (settings.samples_per_prompt if ours else 1)
             self._slots = asyncio.Semaphore(max(1, at_once))
         tasks = {
@@ -249,12 +250,16 @@ class OpenAIEngine:
         sampling, reason, ids = request.sampling, choice.finish_reason, choice.token_ids
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else None
         versions = [version - (self._offset or 0) for version in choice.versions or ()]
-        if self._tokenizer is None:
+        if self._training:
             needed = {"token ids (token_ids)": ids, "log-probabilities (logprobs)": logprobs, "versions": versions}
             if lacking := [name for name, column in needed.items() if not column]:
                 raise BadReply(f"it gives no {' and no '.join(lacking)}; it can be evaluated, but not trained through")
         if ids is None:
-            ids, logprobs = self._tokenizer.encode(choice.text, add_special_tokens=False), None
+            # not every service is told of these limits, or keeps to them
+            ends = [place + len(one) for one in sampling.stop if (place := choice.text.find(one)) >= 0]
+            every = self._tokenizer.encode(choice.text[: min(ends, default=None)], add_special_tokens=False)
+            ids, logprobs = every[: sampling.max_tokens], None
+            reason = "length" if len(every) > len(ids) else "stop" if ends else reason
         elif len(ids) > sampling.max_tokens or (reason == "length" and len(ids) < sampling.max_tokens):
             raise BadReply(f"a response of {len(ids)} tokens came ({reason}), where {sampling.max_tokens} may be")
         if any(len(column) != len(ids) for column in (logprobs, versions) if column):
@@ -264,7 +269,7 @@ class OpenAIEngine:
         sample = Sample(request.id, place, *columns, np.array(versions or [0] * len(ids), np.int32), reason)
         if wrong := fault_of(sample, self._vocabulary):
             raise BadReply(f"{wrong}; is it another model?")
-        if self._tokenizer is not None:
+        if not self._training:
             if choice.token_ids and not _reads(choice.text, self._tokenizer.decode(ids)):
                 raise BadReply("its text is not that of its token ids; has it another tokenizer?")
             return sample if logprobs else replace(sample, logprobs=np.full(len(ids), math.nan, np.float32))

@@ -32,7 +32,8 @@ from dapo.errors import UserError
 from dapo.inference.stream import Part
 from dapo.rollout.engine import EngineError
 from dapo.serve import weights
-from dapo.serve.model import Job, Limits, Refused, Restarted, ServedModel
+from dapo.serve.door import Refused, Restarted
+from dapo.serve.model import Job, Limits, ServedModel
 from dapo.serve.protocol import ChatRequest, CompletionRequest, Reply, SamplingRequest, error_body
 from dapo.util.asynchronous import in_thread
 from dapo.util.gate import WorkGate, add_reports, place_in_body, unless_gone
@@ -255,13 +256,12 @@ async def serve(
     service = Service(limits, address.token)
 
     async def start() -> None:
-        served = await asyncio.to_thread(load)
-        for door in served.doors.values():
-            await door.start()
-        service.loaded = served
-        service.loaded.prompting.template.decode(())  # reads the vocabulary, which would hold up the first answer
+        service.loaded = served = await asyncio.to_thread(load)
+        for engine in (engine for door in served.doors.values() for engine in door.engines):
+            await engine.cancel(())  # from now on it is heard if the engine ends
+        served.prompting.template.decode(())  # reads the vocabulary, which would hold up the first answer
         gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
-        say(f"serving {', '.join(service.loaded.doors)}, up to {service.loaded.context} tokens a sample")
+        say(f"serving {', '.join(served.doors)}, up to {served.context} tokens a sample")
 
     async def close() -> None:
         if service.loaded is not None:

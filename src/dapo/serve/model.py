@@ -32,24 +32,11 @@ from dapo.inference.model import (
 )
 from dapo.inference.stream import Part, written
 from dapo.observe.progress import Listener
-from dapo.rollout.engine import EngineError, Request, hand_over
+from dapo.rollout.engine import EngineError, Request
+from dapo.serve.door import Door, Refused, Restarted
 
 if TYPE_CHECKING:
-    import torch
-
     from dapo.inference.model import LocalEngine
-
-
-class Refused(Exception):
-    """A request is turned away. ``status``: of HTTP; ``param``: what of the request is wrong, if that is it."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-
-class Restarted(Refused):
-    """Other weights came, under which the request is to begin again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,64 +63,6 @@ class Job:
     @property
     def prompt_tokens(self) -> int:
         return sum(len(request.prompt_ids) for request in self.requests)
-
-
-@dataclass(slots=True, eq=False)
-class Door:
-    """The engines of one model, and whether requests get to them. ``refusal``: why none does; None: they do.
-    ``update``: the one that the weights came with; empty: they are those that it was started with."""
-
-    engines: Sequence[LocalEngine]
-    first: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Of an adapter, which vLLM does not read by itself."""
-    refusal: str | None = None
-    update: str = ""
-    running: dict[int, tuple[LocalEngine, int]] = field(default_factory=dict)
-    """Requests in engines, with how many samples they have."""
-    _open: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self._open.set()
-
-    async def start(self) -> None:
-        """To be called once, before requests are made."""
-        for engine in self.engines if self.first else ():
-            await hand_over(engine, 0, self.first.items())
-
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
-
-    async def enter(self, requests: Sequence[Request]) -> LocalEngine:
-        """The engine with the fewest samples, once requests may be made. Raises Refused: none may."""
-        await self._open.wait()
-        if self.refusal is not None:
-            raise Refused(503, self.refusal)
-        engine = min(self.engines, key=lambda one: sum(n for other, n in self.running.values() if other is one))
-        self.running |= {request.id: (engine, len(request.seeds)) for request in requests}
-        return engine
-
-    def hold(self) -> None:
-        """From now on requests wait before they get to an engine, until :meth:`release`."""
-        self._open.clear()
-
-    def release(self, refusal: str | None = None) -> None:
-        """Let requests go on, or turn them all away with this reason."""
-        self.refusal = refusal
-        self._open.set()
-
-    async def drained(self) -> None:
-        """Returns when no engine has a request. To be called while they are held."""
-        while self.running:
-            await asyncio.sleep(0.01)
-
-    async def restart(self) -> None:
-        """End the requests in engines with :class:`Restarted`: whose client has seen nothing begin again by themselves,
-        the others are an error. To be called while requests are held."""
-        for _ in range(3):
-            await asyncio.sleep(0)  # what passed before the hold is in its engine then
-        for engine in {id(engine): engine for engine, _ in self.running.values()}.values():
-            await engine.cancel(set(self.running))
 
 
 @dataclass(slots=True, eq=False)
@@ -282,7 +211,7 @@ def load_served(
     prompting = load_prompting(config)
     longest, limit = room_for(config)
     weights, stop_ids = load_weights(prompting, listener)
-    if (waits := config.rollout.engine == "vllm") and copies > 1:
+    if config.rollout.engine == "vllm" and copies > 1:
         raise ConfigError(
             "--engines: is for the native engine; with vLLM use rollout.tensor_parallel, or several servers"
         )
@@ -290,20 +219,10 @@ def load_served(
     for one, adapter in {name: None, **(adapters or {})}.items():
         twin = weights if adapter is None else _with_adapter(weights, adapter, prompting)
         models = [twin, *(_copied(twin, number) for number in range(1, copies))]
-        engines = [engine_for(prompting, each, stop_ids, longest + limit, 2**20) for each in models]
-        doors[one] = Door(engines, _adapter_of(adapter or config.model.path, engines[0].shapes) if waits else {})
+        engines = [engine_for(prompting, each, stop_ids, longest + limit, 2**20, adapter) for each in models]
+        doors[one] = Door(engines)
     longest_token = max(map(len, prompting.tokenizer.get_vocab()))
     return ServedModel(name, prompting, doors, longest + limit, stop_ids, longest_token, limits or Limits())
-
-
-def _adapter_of(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """The tensors of the adapter in a folder, by the names that an engine has for them; none if it holds no adapter."""
-    from safetensors.torch import load_file
-
-    from dapo.model.adapters import WEIGHTS_FILE, file_key, find_adapter
-
-    adapter, names = find_adapter(folder), {file_key(name): name for name in shapes}
-    return {names[file_key(key)]: t for key, t in load_file(adapter.folder / WEIGHTS_FILE).items()} if adapter else {}
 
 
 def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
@@ -315,8 +234,7 @@ def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
 
     if has_adapter(model):
         raise ModelError(f"adapter {folder}: the served model has an adapter itself; serve their base, and name both")
-    on_gpu, numbers = engine_device(prompting.config).type != "cpu", model.device.type != "meta"
-    if on_gpu and prompting.config.rollout.cache_gib is None:
+    if engine_device(prompting.config).type != "cpu" and prompting.config.rollout.cache_gib is None:
         raise ConfigError(
             "--adapter: on a GPU each adapter has a cache of its own; say how large each may be, such as "
             "--set rollout.cache_gib=8"
@@ -325,7 +243,7 @@ def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
     served = prompting.config.model.path
     if os.path.realpath(adapter.base) != os.path.realpath(served) and adapter.base != served:
         raise ModelError(f"adapter {folder}: its base is {adapter.base}, and {served} is served")
-    twin = put_on(copy_model(model), adapter, next(model.parameters()).dtype, read=numbers)
+    twin = put_on(copy_model(model), adapter, next(model.parameters()).dtype)
     return twin.requires_grad_(False).eval()
 
 

@@ -21,7 +21,8 @@ from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.inference.stream import Part, likeliest
 from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.seeds import sample_seed
-from dapo.serve.model import Job, Refused, ServedModel
+from dapo.serve.door import Refused
+from dapo.serve.model import Job, ServedModel
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MOST_STOPS = 16
@@ -291,8 +292,8 @@ class Reply:
     def _logprobs(self, texts: Sequence[str], part: Part, offset: int) -> dict[str, Any]:
         tops: list[dict[str, float]] = [{} for _ in texts]
         if part.sample is not None and self._request.likely:
-            as_ids, best = self._request.return_tokens_as_token_ids, likeliest(self._template, part.sample)
-            for names, own, told, top in zip(tops, part.token_ids, texts, best, strict=True):
+            as_ids, every = self._request.return_tokens_as_token_ids, likeliest(self._template, part.sample)
+            for names, told, ((own, *_), top) in zip(tops, texts, every, strict=True):
                 for i, text, logprob in top:  # by its id where another one has its text, so that none is lost
                     other = f"token_id:{i}" if as_ids or text == told or text in names else text
                     names[told if i == own else other] = logprob

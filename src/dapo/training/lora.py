@@ -77,7 +77,7 @@ def trainable_shape(config: ModelConfig, model_config: Any) -> Any:
         if adapter is None:
             return begin_adapter(model, config, 0)
         _check_same(adapter, config)
-        return put_on(model, adapter, read=False)
+        return put_on(model, adapter)
 
 
 def alpha_of(config: ModelConfig) -> float:

@@ -216,8 +216,8 @@ class _Side:
 
     def _tokens(self, sample: Sample) -> Iterator[list[Any]]:
         """Text, probability and, as text and probability each, the most likely tokens in its place."""
-        tops = likeliest(self._template, sample)
-        for text, logprob, top in zip(self._pieces[sample.index], sample.logprobs.tolist(), tops, strict=True):
+        every = likeliest(self._template, sample)
+        for text, ((_, _, logprob), top) in zip(self._pieces[sample.index], every, strict=True):
             yield [text, _probability(logprob), [[token, _probability(p)] for _, token, p in top]]
 
 

@@ -197,7 +197,7 @@ def load(path: Path) -> Loaded:
     limit = min(recipe_of(run).evaluated_length, MOST_TOKENS)
     bounds = ["runtime.device=cpu", f"rollout.max_concurrent_samples={MOST_SAMPLES * HELD}"]  # a run may need its GPU
     with _loading:
-        overrides = [*bounds, f"evaluation.max_response_length={limit}"]
+        overrides = [*bounds, "rollout.engine=native", f"evaluation.max_response_length={limit}"]
         served = load_served(str(path), QuietListener(), overrides=overrides)
     return Loaded(served.prompting, served.doors[served.name].engines[0], limit, served.context - limit)
 

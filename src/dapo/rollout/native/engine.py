@@ -101,6 +101,11 @@ class NativeEngine:
         return self._decoder.version
 
     @property
+    def broken(self) -> EngineError | None:
+        """Why it has ended; None: it has not."""
+        return self._broken
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the weights that it is handed, by name."""
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}

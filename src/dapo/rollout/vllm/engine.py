@@ -15,11 +15,13 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from dapo.config import Config
+from dapo.config.tree import VLLM_TEMPERATURES
 from dapo.model.loading import embedding_rows
 from dapo.model.placement import engine_device
 from dapo.records import Sample
@@ -52,6 +54,7 @@ class VLLMEngine:
         spare_bytes: int = 0,
         decode: Callable[[Sequence[int]], str] | None = None,
         loaded: bool = False,
+        adapter: Path | None = None,
     ) -> None:
         """Starts vLLM and waits for it.
 
@@ -63,13 +66,14 @@ class VLLMEngine:
             spare_bytes: of a GPU, to leave to others where ``rollout.cache_gib`` is null.
             decode: text of token ids, which requests with stop texts need.
             loaded: whether vLLM loads the weights from ``model.path``, as version 0; otherwise there are none at first.
+            adapter: with ``loaded``, the folder of the adapter that is on ``model``.
 
         Raises:
             ConfigError: vLLM is missing or too old, or ``rollout.engine_args`` names what cannot be set there.
             ModelError: vLLM does not cover the model.
             StartError: vLLM did not start; says why.
         """
-        self._version = 0 if loaded else -1
+        self._version, self._read_adapter = 0 if loaded else -1, adapter
         self._incomplete: int | None = None  # version of weights that have not arrived whole
         self._vocabulary, self._stop_ids = embedding_rows(model) or 2**31, list(stop_token_ids)
         self._longest, self._decode = max_sequence_tokens, decode
@@ -97,6 +101,11 @@ class VLLMEngine:
         return self._version
 
     @property
+    def broken(self) -> EngineError | None:
+        """Why it has ended; None: it has not, or nobody has asked it anything yet."""
+        return self._broken
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Of the weights that it is handed, by name."""
         return self._transfer.shapes
@@ -115,7 +124,10 @@ class VLLMEngine:
             can_decode=self._decode is not None,
             stop_ids=self._stop_ids,
         )
-        sampling = request.sampling
+        sampling, (least, most) = request.sampling, VLLM_TEMPERATURES
+        if sampling.temperature and not least <= sampling.temperature <= most:
+            text = f"temperature is {sampling.temperature}, and vLLM takes 0 (greedy) or {least:g} to {most:g}"
+            raise EngineError(f"request {request.id}: {text}")
         if sampling.top_logprobs and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
             text = (
                 "vLLM reports the likeliest tokens after truncation: top_logprobs goes without top_p, top_k and min_p"
@@ -168,7 +180,7 @@ class VLLMEngine:
     def _adapter(self) -> Any:
         from vllm.lora.request import LoRARequest
 
-        folder = self._transfer.adapter
+        folder = self._transfer.adapter or self._read_adapter
         return LoRARequest(*ADAPTER, str(folder)) if folder else None
 
     # -- what comes back -----------------------------------------------------------------------------------------------

@@ -50,18 +50,21 @@ class Flight:
 
         sampling, begun = self.request.sampling, len(self.ids)
         seed = self.request.seeds[self.index] + begun * 0x9E3779B97F4A7C15  # what is left has a stream of its own
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=seed % 2**63 if sampling.temperature else None,
-            max_tokens=sampling.max_tokens - begun,
-            stop_token_ids=list(stop_ids),
-            ignore_eos=True,
-            logprobs=sampling.top_logprobs,
-            detokenize=False,
-        )
+        try:
+            parameters = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                seed=seed % 2**63 if sampling.temperature else None,
+                max_tokens=sampling.max_tokens - begun,
+                stop_token_ids=list(stop_ids),
+                ignore_eos=True,
+                logprobs=sampling.top_logprobs,
+                detokenize=False,
+            )
+        except Exception as error:  # what a version refuses that was not known here
+            raise EngineError(f"request {self.request.id}: vLLM refuses it: {error}") from error
         return EngineCoreRequest(
             request_id=self.name,
             prompt_token_ids=[*self.request.prompt_ids, *self.ids],

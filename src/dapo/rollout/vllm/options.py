@@ -37,6 +37,8 @@ _REFUSED = {
     "speculative_config": "is not supported by dapo: each token has to be the policy's own",
 }
 """Arguments that may not be given, and why. The others that are set here are, too."""
+_NOT_IN_ADAPTERS = ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias")
+"""Settings that vLLM refuses when it is too late, or ignores."""
 
 
 def find_vllm() -> Any:
@@ -124,7 +126,11 @@ def engine_arguments(
     rollout, on_gpu = config.rollout, engine_device(config).type == "cuda"
     if reason := why_not(_named(model), rollout.tensor_parallel):
         raise ModelError(f"rollout.engine: vllm cannot sample from {config.model.path}: {reason}")
-    rank = max((one.r for one in getattr(model, "peft_config", {}).values()), default=0)
+    adapters = getattr(model, "peft_config", {}).values()
+    for name in _NOT_IN_ADAPTERS:
+        if any(getattr(one, name, None) for one in adapters):
+            raise ModelError(f"rollout.engine: vllm serves no adapter with {name}; use rollout.engine=native")
+    rank = max((one.r for one in adapters), default=0)
     given: dict[str, Any] = {
         "model": folder,
         "dtype": config.model.compute_dtype,
