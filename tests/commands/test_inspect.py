@@ -40,11 +40,12 @@ SAMPLES = [
 ]
 
 
-def make_run(root: Path, steps: int = 3, planned: int = 3, **run: Any) -> RunFolder:
+def make_run(root: Path, steps: int = 3, planned: int = 3, engine: str = "native", **run: Any) -> RunFolder:
     """A run folder as a run leaves it while it is at work: no summary yet."""
     tree = {
         "model": {"path": "some/model"},
         "seed": 4,
+        "rollout": {"engine": engine},
         "training": {"steps": planned},
         "run": {"dir": str(root), **run},
     }
@@ -131,6 +132,13 @@ def test_the_evaluation_before_training_alone_is_neither_the_best_nor_one_after(
     with MetricsLog(run.metrics, keep_until=2) as log:
         log.append(3, {"eval/accuracy": 0.1, "eval/rows": 40})
     assert "eval/accuracy 25.0% before training" in shown(run.root)
+
+
+def test_the_engine_is_told_with_its_version(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", engine="vllm")
+    assert read_json(run.root)["engine"] == "vllm"
+    run.environment.write_text('{"packages": {"torch": "2.13.0", "vllm": "0.28.0"}}')
+    assert "engine       vllm 0.28.0\n" in shown(run.root)
 
 
 def test_the_overview_as_json(run: RunFolder) -> None:

@@ -152,7 +152,7 @@ def test_what_cannot_be_loaded_is_said_first(tmp_path: Path, changes: dict[str, 
     [
         (
             {"algorithm.objective": "gspo"},
-            r"objective: is 'gspo', but can be dapo, file.py:name or package.module:name",
+            r"objective: can be dapo, file.py:name or package.module:name",
         ),
         (
             {"algorithm.advantage.kind": "mine.py"},

@@ -164,11 +164,14 @@ def test_what_is_given_in_python_is_used(tmp_path: Path) -> None:
 
     def engine(config: Any, model: Any, stop_ids: Any, decode: Any) -> own_methods.PlainEngine:
         made.append(own_methods.PlainEngine(config, model, stop_ids, decode))
+        made[-1].about = "one sample after the other"
         return made[-1]
 
     given: dict[str, Any] = {"source": own_methods.Curriculum, "engine": engine, "trackers": [own_methods.Notes]}
-    given |= {"metrics": {"distinct": own_methods.distinct}, "heldout": PROMPTS[:3], "listener": Recorder()}
+    listener = Recorder()
+    given |= {"metrics": {"distinct": own_methods.distinct}, "heldout": PROMPTS[:3], "listener": listener}
     result = dapo.train(model, PROMPTS, text_sum, settings, tokenizer=TOKENIZER, **given)
+    assert "sampling: one sample after the other" in listener.phases
     assert made[0].version == 2 and (result.run_dir / "notes.txt").is_file()
     assert "eval/metric/distinct" in result.metrics[-1]
     assert result.run.config["algorithm"]["proximal"] == "recompute"
@@ -182,15 +185,15 @@ def test_what_is_given_in_python_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("data.source", "mine", r"data.source: is 'mine', but can be file.py:name or package.module:name"),
+        ("data.source", "mine", r"data.source: can be file.py:name or package.module:name"),
         ("data.source", "nowhere.py:Source", r"data.source nowhere.py:Source: no such file"),
         ("data.source", "own_methods:Curiculum", r"has no 'Curiculum'; did you mean Curriculum"),
         ("data.source", "own_methods:constant", r"'constant' is a int, not a function"),
         ("data.source", "own_methods:distinct", r"data.source: .*Error"),
-        ("rollout.engine", "vllm", r"rollout.engine: is 'vllm', but can be native, openai, file.py:name"),
+        ("rollout.engine", "sglang", r"rollout.engine: can be native, vllm, openai, file.py:name"),
         ("rollout.engine", "own_methods:PlainEngin", r"rollout.engine .*did you mean PlainEngine"),
         ("rollout.engine", "own_methods:engineless", r"rollout.engine: a dict has no version, generate, begin"),
-        ("run.trackers", ["tensorbord"], r"run.trackers.0: is 'tensorbord', but can be tensorboard, wandb"),
+        ("run.trackers", ["tensorbord"], r"run.trackers.0: can be tensorboard, wandb"),
         ("run.trackers", ["own_methods:Nots"], r"run.trackers.0 own_methods:Nots: .*did you mean Notes"),
         ("evaluation.metrics", {"a/b": "own_methods:distinct"}, r"evaluation.metrics: 'a/b' is no name for a metric"),
         ("evaluation.metrics", {"a": "own_methods:distinc"}, r"evaluation.metrics.a .*did you mean distinct"),

@@ -142,7 +142,11 @@ def test_new_weights_reach_the_head_that_is_held_in_float32() -> None:
     [
         (Request(3, (), (1,), PLAIN), "request 3: the prompt is empty"),
         (Request(3, (5, 48), (1,), PLAIN), "request 3: token ids must be in 0..47"),
-        (Request(3, (5,) * 25, (1,), PLAIN), "25 prompt tokens and up to 8 response tokens exceed the engine's 32"),
+        (Request(3, (5,) * 25, (1,), PLAIN), "25 prompt tokens and up to 8 .*'s 32: max_tokens can be 7 at most"),
+        (
+            Request(3, (5,) * 32, (1,), PLAIN),
+            "32 prompt tokens .*: shorten the prompt, or raise data.max_prompt_length",
+        ),
         (Request(3, (5,), (1,), Sampling(1.0, 0)), "max_tokens is 0"),
         (Request(3, (5,), (1,), Sampling(-0.1, 8)), "request 3: temperature is -0.1"),
         (Request(3, (5,), (1,), Sampling(float("nan"), 8)), "temperature is nan"),

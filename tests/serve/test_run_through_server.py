@@ -124,6 +124,25 @@ def test_a_run_goes_on_with_a_server_that_waits_for_weights(tmp_path: Path, serv
     assert same(steps_of(tmp_path / "there")) == same(steps_of(tmp_path / "here"))
 
 
+def test_a_run_does_not_wait_for_the_update_of_another_that_was_lost(tmp_path: Path, server: ServeProcess) -> None:
+    begun = {"version": 60, "update": "silent"}
+    httpx.post(f"{server.url}/weights/begin", json=begun, headers=HEADERS, trust_env=False)
+    start = time.monotonic()
+    run(tmp_path / "run", through(server) | {"training.steps": 1})
+    assert time.monotonic() - start < 45  # of the minute that the server waits
+
+
+def test_a_run_of_other_weights_than_the_server_takes_is_refused_before_it_sends_any(
+    tmp_path: Path, server: ServeProcess
+) -> None:
+    rank = {"model.path": str(save_model(tmp_path / "tiny", seed=5)), "model.lora.rank": 4}
+    with pytest.raises(
+        RemoteError, match=r"no adapter, and the run trains an adapter \(rank 4\): use model.lora.rank=0"
+    ):
+        run(tmp_path / "run", through(server) | rank, model=None)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.nightly
 def test_the_demo_learns_through_a_server_as_in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

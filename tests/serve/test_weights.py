@@ -433,13 +433,14 @@ def test_without_a_folder_no_checkpoint_is_taken(model: Path) -> None:
 
 
 def test_a_body_that_is_larger_than_the_weights_is_not_read(model: Path) -> None:
-    async def ask(client: Client) -> list[int]:
+    async def ask(client: Client) -> list[tuple[int, str]]:
         await client.post("/weights/begin", json={"version": 1, "update": "a"})
         sizes = {"/weights/bucket?update=a": 2**22, "/weights/begin": 2**25}
         methods = {"/weights/bucket?update=a": "PUT", "/weights/begin": "POST"}
-        return [(await client.request(methods[p], p, content=bytes(size))).status_code for p, size in sizes.items()]
+        got = [await client.request(methods[path], path, content=bytes(size)) for path, size in sizes.items()]
+        return [(one.status_code, one.json()["error"]["message"].rpartition(" (")[2]) for one in got]
 
-    assert with_server(model, ask) == [413, 413]
+    assert with_server(model, ask) == [(413, "all weights of its model)"), (413, "--max-body-mb)")]
 
 
 def adapter_in(folder: Path, base: Path, seed: int) -> Path:
@@ -466,6 +467,7 @@ def test_an_adapter_is_given_weights_by_its_name_and_the_model_below_stays(model
         await client.post("/weights", json={"checkpoint": "adapter1", "model": "poet"})
         found |= {"again": await sampled(client, model="poet"), "still": await sampled(client)}
         update = (await client.post("/weights/begin", json={"version": 9, "model": "poet"})).json()
+        found["state"] = (await client.get("/weights", params={"model": "poet"})).json()
         found["failed"] = (await client.put("/weights/bucket", params=update, content=b"x" * 20)).status_code
         await client.put("/weights/bucket", params=update, content=save({"nothing": torch.ones(1)}))
         found["down"] = (await client.post("/v1/completions", json={"model": "poet", "prompt": PROMPT})).status_code
@@ -475,6 +477,7 @@ def test_an_adapter_is_given_weights_by_its_name_and_the_model_below_stays(model
         return found
 
     found = with_server(model, ask, tmp_path, adapters={"poet": str(adapters[1])})
+    assert found.pop("state") == {"version": 4, "reason": "an update is under way", "adapter_rank": 2}
     ids = {name: choice["token_ids"] for name, choice in found.items() if isinstance(choice, dict)}
     assert ids["base"] == ids["still"] == ids["others"] == expected(tiny_model(0)) and ids["second"] == expected(loaded)
     assert ids["first"] == ids["again"] and len({tuple(one) for one in ids.values()}) == 3

@@ -18,7 +18,7 @@ MAY_CHANGE = (
     *_keys("reward", "workers max_error_rate responses_per_call concurrency retries give_up_after_s hedge_after_s"),
     *_keys("reward", "url token_env api_key_env cache"),
     *_keys("rollout", "url token_env model request text timeout_s give_up_after_s"),
-    *("data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
+    *("runtime.sync", "data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
 )
 """Keys, and sections with all of their keys, that change nothing but limits, evaluation and what is done around
 training; so they hold at once. Those of ``reward`` hold for the rewards that one is put together from, too."""
@@ -37,7 +37,8 @@ FROM_THE_NEXT_STEP = (
 
 
 BETWEEN_STEPS = (
-    *_keys("rollout", "prompts_per_step samples_per_prompt max_response_length max_staleness ahead in_flight"),
+    *_keys("rollout", "prompts_per_step samples_per_prompt max_response_length"),
+    *_keys("rollout", "max_staleness ahead in_flight engine_args"),
     *_keys("algorithm", "filter_groups.enable filter_groups.metric filter_groups.tolerance kl.mode"),
 )
 """Keys of what is sampled and kept. Inside of a step, of which there are samples already, they are refused."""
@@ -45,7 +46,7 @@ BETWEEN_STEPS = (
 
 MAY_CHANGE_UNLESS_DETERMINISTIC = (
     *_keys("runtime", "threads device"),
-    *_keys("rollout", "max_concurrent_samples cache_gib device"),
+    *_keys("rollout", "max_concurrent_samples cache_gib device tensor_parallel"),
     *_keys("training", "tokens_per_micro_batch activation_checkpointing"),
     *_keys("reward", "timeout_s memory_mb test_timeout_s"),
 )

@@ -39,7 +39,7 @@ class OneOf:
             return value
         if value.endswith(".py"):
             raise ValueError(f"names a file; name the function in it, too: {value}:NAME")
-        raise ValueError(f"is {value!r}, but can be {self}")
+        raise ValueError(f"can be {self}")
 
     def __str__(self) -> str:
         return ", ".join([*self.names, "file.py:name or package.module:name"])

@@ -15,6 +15,7 @@ from dapo.config.reward import MathReward
 from dapo.config.section import Problems, Section
 from dapo.util.escapes import eaten_in
 
+
 class Config(Section):
     """A whole recipe."""
 

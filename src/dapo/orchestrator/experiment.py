@@ -186,6 +186,8 @@ class Experiment:
         if self.state.steps_done and self.state.budget.used_up:
             budget = self.state.budget
             self.listener.phase(f"{budget.reason()}; to go on: {budget.how_to_go_on()}")
+        if about := getattr(self.roles.engine, "about", config.rollout.url):
+            self.listener.phase(f"sampling: {about}")
         self.listener.started(plan_of(config))
 
     def _place(self, alarms: Alarms) -> None:

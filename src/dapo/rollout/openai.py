@@ -123,6 +123,13 @@ class OpenAIEngine:
         except RemoteError as error:
             text = "no run can train through a server that takes no weights; it can be evaluated"
             raise RemoteError(f"{error}; {text}") from None
+        from dapo.model.adapters import find_adapter
+
+        theirs, ours = state.get("adapter_rank"), self._config.model.lora.rank
+        if theirs not in (None, ours) and not find_adapter(self._config.model.path):
+            has, trains = (f"an adapter (rank {rank})" if rank else "no adapter" for rank in (theirs, ours))
+            text = f"its model has {has}, and the run trains {trains}: use model.lora.rank={theirs}"
+            raise RemoteError(f"policy server {shown(self._url)}: {text}")
         if state.get("reason") is None:  # otherwise it waits for weights, such as those of the run
             await self._ask(Request(0, tuple(prompt_ids), (0,), Sampling(1.0, 1)), [0])
 

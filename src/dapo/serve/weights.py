@@ -96,8 +96,11 @@ def router(loaded: Callable[[], ServedModel], token: str | None, folder: Path | 
 
     @routes.get("")
     async def state(model: str | None = None) -> dict[str, Any]:
-        """The version in use, and why no request is served, if that is so."""
-        return {"version": (door := of(model)).version, "reason": door.refusal}
+        """The version in use, why no request is served, if that is so, and the rank of the adapter, if it has one."""
+        door = of(model)
+        ranks = [shape[0] for name, shape in door.engines[0].shapes.items() if ".lora_A." in name]
+        reason = door.refusal or (None if door.is_open else "an update is under way")
+        return {"version": door.version, "reason": reason, "adapter_rank": max(ranks, default=0)}
 
     @routes.post("")
     async def load_checkpoint(asked: FromCheckpoint) -> dict[str, Any]:

@@ -26,10 +26,10 @@ _T = TypeVar("_T")
 
 class Gate:
     """An application behind its checks. A subclass says whom it turns away; bodies have at most ``most`` bytes, what
-    is larger is answered with 413 and ``too_large``."""
+    is larger is answered with 413."""
 
-    def __init__(self, app: ASGIApp, token: str | None, most: int, too_large: str) -> None:
-        self._app, self._token, self._most, self._too_large = app, token, most, too_large
+    def __init__(self, app: ASGIApp, token: str | None, most: int) -> None:
+        self._app, self._token, self._most = app, token, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,7 +42,7 @@ class Gate:
             await send(message)
 
         answer = self.refusal(scope, Headers(scope=scope)) or self._app
-        await answer(scope, limited(receive, self.most(scope["path"]), self._too_large), noticed)
+        await answer(scope, limited(receive, self.most(scope["path"]), self.too_large(scope["path"])), noticed)
 
     def refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The answer to a request that is turned away; None: it may pass."""
@@ -51,6 +51,9 @@ class Gate:
     def most(self, path: str) -> int:
         """Bytes of a body."""
         return self._most
+
+    def too_large(self, path: str) -> str:
+        return f"the request is larger than the {self.most(path) / 2**20:.3g} MiB that this server takes"
 
     def begins(self, scope: Scope, message: Message) -> None:
         """An answer begins: to add headers, or to count it."""
@@ -93,8 +96,7 @@ class WorkGate(Gate):
         count: Callable[[str, str], object],
         larger: Callable[[str], int | None] = lambda path: None,
     ) -> None:
-        too_large = f"the request is larger than the {most / 2**20:g} MiB that this server takes (--max-body-mb)"
-        super().__init__(app, token, most, too_large)
+        super().__init__(app, token, most)
         self._progress, self._works, self._error, self._count = progress, works, error, count
         self._larger = larger
 
@@ -108,6 +110,9 @@ class WorkGate(Gate):
 
     def most(self, path: str) -> int:
         return self._larger(path) or self._most
+
+    def too_large(self, path: str) -> str:
+        return f"{super().too_large(path)} ({'all weights of its model' if self._larger(path) else '--max-body-mb'})"
 
     def begins(self, scope: Scope, message: Message) -> None:
         self._count(scope["path"] if self._works(scope["path"]) else "other", str(message["status"]))
@@ -132,7 +137,7 @@ class WorkGate(Gate):
         if (coding := headers.get("content-encoding", "identity")) != "identity":
             return self._error(415, f"the body is sent as {coding[:50]}; send it as it is", {"Connection": "close"})
         larger = self.announces_more(scope, headers)
-        return self._error(413, self._too_large, {"Connection": "close"}) if larger else None
+        return self._error(413, self.too_large(path), {"Connection": "close"}) if larger else None
 
 
 async def disconnected(request: Request) -> None:

@@ -20,7 +20,7 @@ from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples, samples_path
 from dapo.orchestrator.inputs import RunOverrides, described_model
 from dapo.rollout.engine import EngineError, Request, Sampling, hand_over
-from run_cases import PROMPTS, SETTINGS, TOKENIZER, run, steps_of, tiny_model
+from run_cases import PROMPTS, SETTINGS, TOKENIZER, Recorder, run, steps_of, tiny_model
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # that vLLM's kernels for CPUs have
 CHANGES: dict[str, Any] = {
@@ -86,6 +86,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: st
     ("changes", "words"),
     [
         ({"rollout.engine_args": {"max_num_seqs": 3}}, "max_num_seqs: follows from rollout.max_concurrent_samples"),
+        ({"rollout.engine_args": {"data_parallel_size": 2}}, "data_parallel_size: is not supported by dapo"),
         ({"rollout.engine_args": {"load_format": "auto"}}, "load_format: is set by the run; leave it out"),
         ({"rollout.engine_args": {"blocksize": 3}}, "blocksize: vllm has no such argument"),
         ({"runtime.sync": "nccl"}, "runtime.sync: nccl is for GPUs, but the engine is on a CPU; use auto or files"),
@@ -114,7 +115,9 @@ def test_a_model_that_vllm_does_not_know_is_refused() -> None:
 @pytest.mark.vllm
 def test_a_run_trains_on_what_vllm_sampled(tmp_path: Path) -> None:
     """One update a step, so all tokens of a step are of the version that is trained."""
-    run(tmp_path / "run", CHANGES, model=tiny_model(**SHAPE))
+    run(tmp_path / "run", CHANGES, listener := Recorder(), model=tiny_model(**SHAPE))
+    packages = json.loads(RunFolder(tmp_path / "run").environment.read_text())["packages"]
+    assert f"sampling: vLLM {packages['vllm']}, weights by files" in listener.phases
     steps = steps_of(tmp_path / "run")
     assert [step["version"] for step in steps] == [1, 2]
     assert all(step["mismatch/max"] < 1e-4 for step in steps), "the weights of a step did not reach vLLM"

@@ -52,7 +52,7 @@ def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> I
 
 def facts(run: RunView) -> list[tuple[str, str]]:
     planned = "?" if run.steps_planned is None else run.steps_planned
-    checkpoints, best = [*run.checkpoints], run.best
+    checkpoints, best, engine = [*run.checkpoints], run.best, _get(run.config, "rollout", "engine")
     if run.damage:
         checkpoints[-1] += f" (damaged: {run.damage})"
     weights = [f.name for f in (run.folder.model_before, run.folder.model_after) if f.is_dir()]
@@ -65,6 +65,7 @@ def facts(run: RunView) -> list[tuple[str, str]]:
         "started": run.environment.get("started", ""),
         "command": " ".join(map(str, run.environment.get("command") or [])),
         "model": _get(run.config, "model", "path"),
+        "engine": f"{engine} {_get(run.environment, 'packages', engine)}".strip(),
         "seed": run.config.get("seed", ""),
         "checkpoints": ", ".join([*checkpoints, *run.damaged_checkpoints, *weights]) or "none yet",
         "best": f"{best['metric']} {number(best['metric'], best['value'])} {_when(best['step'])}"
@@ -86,6 +87,7 @@ def as_json(run: RunView, steps: Steps) -> dict[str, Any]:
         "steps": run.steps_done,
         "steps_planned": run.steps_planned,
         "seconds": run.seconds,
+        "engine": _get(run.config, "rollout", "engine") or None,
         "seed": run.config.get("seed"),
         "model": _get(run.config, "model", "path") or None,
         "accuracy_before": before,

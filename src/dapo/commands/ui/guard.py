@@ -34,7 +34,7 @@ class Guard(Gate):
     """
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
-        super().__init__(app, token, 4 * 2**20, "a request to this page has 4 MiB at most")
+        super().__init__(app, token, 4 * 2**20)
 
     def begins(self, scope: Scope, message: Message) -> None:
         MutableHeaders(scope=message).update(_HEADERS)
@@ -44,7 +44,7 @@ class Guard(Gate):
         if origin and origin.partition("://")[2] != headers.get("host", ""):
             return _error(403, "this page takes changes from itself only")
         if self.announces_more(scope, headers):
-            return _error(413, self._too_large)
+            return _error(413, self.too_large(scope["path"]))
         if wrong := self.wrong_name(headers, "--token"):
             return _error(403, wrong)
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)

@@ -52,11 +52,12 @@ def _problems(request: Request, vocabulary: int, max_sequence: int, can_decode: 
         yield f"token ids must be in 0..{vocabulary - 1}"
     if sampling.max_tokens < 1:
         yield f"max_tokens is {sampling.max_tokens}, at least 1 is needed"
-    if len(prompt) + sampling.max_tokens > max_sequence:
-        yield (
-            f"{len(prompt)} prompt tokens and up to {sampling.max_tokens} response tokens exceed the engine's "
-            f"{max_sequence}"
+    if sampling.max_tokens > (room := max_sequence - len(prompt)):
+        works = (
+            f"max_tokens can be {room} at most" if room > 0 else "shorten the prompt, or raise data.max_prompt_length"
         )
+        asked = f"{len(prompt)} prompt tokens and up to {sampling.max_tokens} response tokens"
+        yield f"{asked} exceed the engine's {max_sequence}: {works}"
     if min(request.seeds, default=0) < 0:
         yield f"a seed is {min(request.seeds)}, it must be 0 or more"
     yield from _nonsense(sampling, min(MOST_TOP_LOGPROBS, vocabulary))

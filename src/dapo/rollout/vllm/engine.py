@@ -29,7 +29,7 @@ from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.rollout.native.checks import check_request
 from dapo.rollout.native.stopping import StopTexts
 from dapo.rollout.vllm.flight import Event, Flight
-from dapo.rollout.vllm.options import engine_arguments, model_folder
+from dapo.rollout.vllm.options import engine_arguments, find_vllm, model_folder
 from dapo.rollout.vllm.processes import Processes, StartError
 from dapo.rollout.vllm.transfer import WeightTransfer
 from dapo.rollout.vllm.worker import ADAPTER
@@ -105,6 +105,11 @@ class VLLMEngine:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Of the weights that it is handed, by name."""
         return self._transfer.shapes
+
+    @property
+    def about(self) -> str:
+        """What samples, for people."""
+        return f"vLLM {find_vllm().__version__}, weights by {self._transfer.kind}"
 
     def check(self, request: Request) -> None:
         """Raises EngineError: the request cannot be served; says why."""

@@ -34,9 +34,9 @@ _REFUSED = {
     "max_num_seqs": "follows from rollout.max_concurrent_samples",
     "tensor_parallel_size": "follows from rollout.tensor_parallel",
     "dtype": "follows from model.compute_dtype",
-    "data_parallel_size": "only one engine is served",
-    "pipeline_parallel_size": "only one stage is served",
-    "speculative_config": "is not served: each token has to be the policy's own",
+    "data_parallel_size": "is not supported by dapo",
+    "pipeline_parallel_size": "is not supported by dapo",
+    "speculative_config": "is not supported by dapo: each token has to be the policy's own",
 }
 """Arguments that may not be given, and why. The others that are set here are, too."""
 _NOT_IN_ADAPTERS = ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias")
@@ -195,7 +195,7 @@ def _rank_served(rank: int) -> int:
 
 
 def _check_own(given: Mapping[str, Any], ours: set[str]) -> None:
-    """Raises ConfigError: one of ``rollout.engine_args`` is set here, is not served, or not known."""
+    """Raises ConfigError: one of ``rollout.engine_args`` is set here, is not supported, or not known."""
     known = inspect.signature(find_vllm().AsyncEngineArgs).parameters
     for name in given:
         if why := _REFUSED.get(name) or (name in ours and "is set by the run"):

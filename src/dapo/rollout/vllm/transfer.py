@@ -36,6 +36,7 @@ class WeightTransfer:
 
     Attributes:
         shapes: of the tensors of an update, by name; each of them has to come.
+        kind: how they get there, ``auto`` until the first have come.
         adapter: the folder that the adapter was last taken from, if that is what is sent.
     """
 
@@ -51,7 +52,8 @@ class WeightTransfer:
             kind: ``runtime.sync``, other than `copy`.
         """
         self.shapes = {name: tuple(parameter.shape) for name, parameter in changing_parameters(model).items()}
-        self._call, self._model, self._dtype, self._kind = call, model, dtype, kind
+        self._call, self._model, self._dtype = call, model, dtype
+        self.kind = "files" if has_adapter(model) else kind
         self._ways = {"files": self._files, "ipc": self._ipc, "nccl": self._broadcast, "gloo": self._broadcast}
         self._missing: set[str] = set()
         self._adapter_tensors: dict[str, torch.Tensor] = {}
@@ -99,7 +101,7 @@ class WeightTransfer:
             await self._tell("adapter", str(self.adapter), elements)
         else:
             await self._tell("commit", elements)
-            if self._kind == "ipc":
+            if self.kind == "ipc":
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # memory that the workers have let go of
 
     async def close(self) -> None:
@@ -118,8 +120,8 @@ class WeightTransfer:
                     raise EngineError(f"weights: {name} came twice, with other values")
             return
         device = next(iter(tensors.values())).device
-        self._kind = chosen(self._kind, device, self._workers)
-        await self._ways[self._kind](tensors, device)
+        self.kind = chosen(self.kind, device, self._workers)
+        await self._ways[self.kind](tensors, device)
 
     async def _files(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._sent += 1  # workers may still read the file before
@@ -174,9 +176,9 @@ class WeightTransfer:
         where, size = str(Path(self._folders[0].name, f"group-{self._sent}")), 1 + len(self._workers)
 
         def join() -> None:
-            self._group = process_group(self._kind, where, 0, size)
+            self._group = process_group(self.kind, where, 0, size)
 
-        await self._both(self._tell("join", self._kind, where, size), join)
+        await self._both(self._tell("join", self.kind, where, size), join)
 
     async def _both(self, theirs: Any, ours: Callable[[], None]) -> None:
         """Each waits for the other. If the workers fail, ours would wait for them in vain."""
