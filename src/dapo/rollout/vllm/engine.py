@@ -311,6 +311,7 @@ class VLLMEngine:
         for part in parts:
             if part in self._asleep:
                 if self._can_sleep:
+                    torch.cuda.empty_cache()  # the learner holds on to what it has let go of, and vLLM needs it
                     await self._ask("wake_up_async", [part])
                     if self._holds:  # vLLM goes on when it wakes
                         await self._ask("pause_scheduler_async", "keep", False)
