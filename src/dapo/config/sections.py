@@ -89,7 +89,8 @@ def _can_be_filled(value: dict[str, Any]) -> dict[str, Any]:
 class RolloutConfig(Section):
     engine: Annotated[PathText, AfterValidator(OneOf(("native", "vllm", "openai")))] = "native"
     """What samples in training, and is handed the weights: this process, vLLM in its own, or with `openai` the server
-    at rollout.url. An evaluation by `dapo evaluate` is sampled by `native`, or by a server (`--server`)."""
+    at rollout.url. `dapo evaluate`, `generate` and `serve` sample by `native` or `vllm`, as a recipe or run says;
+    `--server` names a server instead."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs, from rollout.device on, that share the model with engine=vllm; on a CPU processes."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
