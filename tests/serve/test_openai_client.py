@@ -11,7 +11,8 @@ import pytest
 from openai import OpenAI
 
 from dapo.inference.generate import Response, generate_responses
-from dapo.inference.model import FoundModel, inference_config
+from dapo.inference.found_model import FoundModel
+from dapo.inference.model import inference_config
 from dapo.inference.stream import Part, Pieces
 from dapo.observe.progress import QuietListener
 from dapo.records import Sample

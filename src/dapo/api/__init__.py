@@ -14,7 +14,8 @@ from dapo.api.rows import Data, files_or_rows
 from dapo.api.run import Run, shown
 from dapo.config import Config, build_config, flat, nested
 from dapo.errors import ModelError
-from dapo.inference.model import find_model, require_loaded, with_template
+from dapo.inference.found_model import find_model
+from dapo.inference.model import require_loaded, with_template
 from dapo.observe.metrics import read_metrics
 from dapo.observe.progress import Listener, make_listener
 from dapo.observe.run_folder import RunFolder

@@ -14,7 +14,8 @@ from dapo.api.rows import Data, files_or_rows
 from dapo.config import Config, flat, nested
 from dapo.config.plan import require_files
 from dapo.errors import ConfigError, DataError
-from dapo.inference.model import ONE_EACH, FoundModel, function_of, require_loaded, settings_for
+from dapo.inference.found_model import FoundModel
+from dapo.inference.model import ONE_EACH, function_of, require_loaded, settings_for
 from dapo.observe.progress import Listener, make_listener
 from dapo.reward.registry import named
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dapo.errors import ModelError
-from dapo.inference.model import find_model
+from dapo.inference.found_model import find_model
 from dapo.model.adapters import file_key
 from dapo.serve.door import Begin, Door, FromCheckpoint, Refused
 from dapo.serve.model import ServedModel

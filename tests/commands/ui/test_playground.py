@@ -19,7 +19,8 @@ from dapo.commands.ui.answering import Answerer, Asked, Busy
 from dapo.commands.ui.models import Question, Questions, models_of
 from dapo.errors import UserError
 from dapo.inference.generate import Response, generate_responses
-from dapo.inference.model import find_model, inference_config
+from dapo.inference.found_model import find_model
+from dapo.inference.model import inference_config
 from dapo.inference.stream import Pieces
 from dapo.observe.progress import QuietListener
 from ui_run import HELD_OUT, run_with_models, serving, stream
