@@ -187,7 +187,7 @@ def test_what_is_given_in_python_is_used(tmp_path: Path) -> None:
         ("data.source", "own_methods:Curiculum", r"has no 'Curiculum'; did you mean Curriculum"),
         ("data.source", "own_methods:constant", r"'constant' is a int, not a function"),
         ("data.source", "own_methods:distinct", r"data.source: .*Error"),
-        ("rollout.engine", "vllm", r"rollout.engine: is 'vllm', but can be native, openai, file.py:name"),
+        ("rollout.engine", "vlm", r"rollout.engine: is 'vlm', but can be native, vllm, openai, file.py:name"),
         ("rollout.engine", "own_methods:PlainEngin", r"rollout.engine .*did you mean PlainEngine"),
         ("rollout.engine", "own_methods:engineless", r"rollout.engine: a dict has no version, generate, begin"),
         ("run.trackers", ["tensorbord"], r"run.trackers.0: is 'tensorbord', but can be tensorboard, wandb"),
