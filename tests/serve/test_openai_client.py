@@ -10,8 +10,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from dapo.inference.generate import Response, generate_responses
 from dapo.inference.found_model import FoundModel
+from dapo.inference.generate import Response, generate_responses
 from dapo.inference.model import inference_config
 from dapo.inference.stream import Part, Pieces
 from dapo.observe.progress import QuietListener

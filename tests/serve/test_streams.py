@@ -101,8 +101,8 @@ def test_several_engines_share_the_work(folder: Path) -> None:
 
 def test_adapters_are_asked_for_by_name_and_share_the_weights_below(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    from dapo.inference.generate import Response, generate_responses
     from dapo.inference.found_model import FoundModel
+    from dapo.inference.generate import Response, generate_responses
     from dapo.inference.model import inference_config
     from helpers import random_model
     from served import save_byte_model

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -18,8 +18,8 @@ from dapo.commands.ui import answering, models
 from dapo.commands.ui.answering import Answerer, Asked, Busy
 from dapo.commands.ui.models import Question, Questions, models_of
 from dapo.errors import UserError
-from dapo.inference.generate import Response, generate_responses
 from dapo.inference.found_model import find_model
+from dapo.inference.generate import Response, generate_responses
 from dapo.inference.model import inference_config
 from dapo.inference.stream import Pieces
 from dapo.observe.progress import QuietListener
