@@ -190,11 +190,7 @@ def test_what_is_given_in_python_is_used(tmp_path: Path) -> None:
         ("data.source", "own_methods:Curiculum", r"has no 'Curiculum'; did you mean Curriculum"),
         ("data.source", "own_methods:constant", r"'constant' is a int, not a function"),
         ("data.source", "own_methods:distinct", r"data.source: .*Error"),
-<<<<<<< HEAD
         ("rollout.engine", "sglang", r"rollout.engine: can be native, vllm, openai, file.py:name"),
-=======
-        ("rollout.engine", "vlm", r"rollout.engine: is 'vlm', but can be native, vllm, openai, file.py:name"),
->>>>>>> h/m1
         ("rollout.engine", "own_methods:PlainEngin", r"rollout.engine .*did you mean PlainEngine"),
         ("rollout.engine", "own_methods:engineless", r"rollout.engine: a dict has no version, generate, begin"),
         ("run.trackers", ["tensorbord"], r"run.trackers.0: can be tensorboard, wandb"),
