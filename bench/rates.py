@@ -1,12 +1,12 @@
 """The rates that ``dapo plan`` reckons with (src/dapo/plan/rates.json), from measurements.
 
-usage: python bench/rates.py decode POINTS.json       steps of decoding (bench/decode_points.json has the published ones)
-       python bench/rates.py run RUN [RUN ...]        runs of a card on which engine and learner take turns
+usage: python bench/rates.py decode POINTS.json    steps of decoding (bench/decode_points.json has the published ones)
+       python bench/rates.py run RUN [RUN ...]     runs in which engine and learner take turns on a card
 
-Either replaces its own rows of the card and leaves the others. ``decode``: seconds of a layer, and shares of the maker's
-memory rate and matrix rate, by least squares of the relative error. ``run``: means over all steps from the third one on and
-over the runs: the share of the matrix rate in updates, seconds of a sample in the rollout beside its decoding, seconds of a
-trained sample in preparing and writing, share of the memory rate in handing weights over.
+Either replaces its own rows of the card and leaves the others. ``decode``: seconds of a layer, and shares of the
+maker's memory rate and matrix rate, by least squares of the relative error. ``run``: means over the steps from the
+third one on and over the runs: the share of the matrix rate in updates, seconds of a sample in the rollout beside its
+decoding, seconds of a trained sample in preparing and writing, the share of the memory rate in handing weights over.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def rates(runs: Sequence[Measured]) -> dict[str, float]:
     def each() -> Iterator[dict[str, float]]:
         for run in runs:
             plan, seconds = run.plan, run.updates.seconds()
-            host = run.mean("time/rollout") - plan.sampled().seconds
+            host = run.mean("time/rollout") - plan.rollout()[0]
             found = {
                 "update": plan.rates.update * seconds["update"] / run.mean("time/update"),
                 "sample": plan.rates.sample

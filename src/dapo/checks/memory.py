@@ -34,8 +34,8 @@ the layers go backward. The larger ones count; a cache that stays (max_staleness
 An engine on another device (``rollout.device``) is not in it.
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
-the whole engine. The casts are then what is gathered at a time: of two layers (one at work, one on its way) b each and 4
-for a gradient, and b for what lies outside of the layers. An adapter and its frozen base are whole on every rank."""
+the whole engine. The casts are then what is gathered at a time: of two layers (one at work, one on its way) b a number
+and 4 for its gradient, and b of what lies outside of the layers. An adapter and its base are whole on every rank."""
 
 from __future__ import annotations
 

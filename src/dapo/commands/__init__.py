@@ -60,8 +60,8 @@ def _root(
 
 
 _COMMANDS = (  # in the order of --help
-    *(train.train, doctor.doctor, plan.plan, evaluate.evaluate, generate.generate, serve.serve, inspect_command, ui_command),
-    *(config.config, demo_command, replay_command, report_command, votes.votes),
+    *(train.train, doctor.doctor, plan.plan, evaluate.evaluate, generate.generate, serve.serve, inspect_command),
+    *(ui_command, config.config, demo_command, replay_command, report_command, votes.votes),
 )
 for _command in _COMMANDS:
     app.command(epilog=EXIT_CODES)(_command)

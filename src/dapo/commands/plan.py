@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,47 +71,37 @@ def plan(
 
 def planned(config: Config, cluster: str, assumed: Assumed, price: float | None = None) -> dict[str, Any]:
     """All numbers, sizes in GiB. Raises ConfigError: no such cluster; ModelError: no such model."""
-    from dapo.checks.memory import GIB
-    from dapo.plan.estimate import CONTEXT, KEPT, apart, estimate_for
+    from dapo.plan.estimate import estimate_for
 
     estimate, name = estimate_for(config, cluster, assumed)
-    where, memory, seconds, sampled = estimate.cluster, estimate.memory(), estimate.seconds(), estimate.sampled()
-    parts = {part: size for part, size in memory.parts().items() if size}
-    steps, evaluations = estimate.steps(seconds["step"]), estimate.evaluations_s(seconds["step"])
+    where, seconds, (_, tokens) = estimate.cluster, estimate.seconds(), estimate.rollout()
+    parts = {part: size for part, size in estimate.memory().parts().items() if size}
+    steps = estimate.steps(seconds["step"])
+    evaluations = estimate.evaluations_s(steps)
     hours = (steps * seconds["step"] + (evaluations or 0.0)) / 3600 * where.total
-    drawn = sampled.tokens * estimate.ranks
+    unknown = ["evaluations are not in it, as it is not known how many rows they have"] if evaluations is None else []
     return {
         "model": name,
         "parameters": sum(p.numel() for p in estimate.shape.parameters()),
         "cluster": {"hosts": where.hosts, "gpus_of_each": where.gpus, "card": where.name},
         "fits": estimate.fits,
-        "gpu_gib": _gib(parts | {"needed at once": estimate.needed, "usable": int(estimate.usable)}),
+        "gpu_gib": _gib(parts | {"needed at once": estimate.needed(), "usable": estimate.usable}),
         "would_fit": {} if estimate.fits else _gib(dict(estimate.would_fit())),
         "engine": estimate.engine_note(),
         "rows_at_once": estimate.rows,
-        "main_memory_gib_per_host": round(estimate.main_memory() / GIB, 1),
-        "disk_gib": _gib(estimate.disk(steps, drawn)),
+        "host_gib": _gib({"main memory": estimate.main_memory()}) | _gib(estimate.disk(steps, tokens)),
         "step_seconds": {phase: round(value, 3) for phase, value in seconds.items()},
-        "tokens_sampled_per_step": drawn,
+        "tokens_sampled_per_step": int(tokens),
         "steps": steps,
         "evaluation_seconds": evaluations,
-        "gpu_hours": round(hours, 2),
+        "gpu_hours": round(hours, 4),
         "usd": None if price is None else round(hours * price, 2),
         "rates": estimate.rates.rows,
-        "assumed": [
-            f"responses of {assumed.response:g} tokens and prompts of {assumed.prompt:g} on average; "
-            f"{assumed.keep:.0%} of the groups are kept (--response, --prompt, --keep)",
-            f"{assumed.reward_s:g} s of a step wait for rewards (--reward-s); else they are scored beside the sampling",
-            f"memory is for responses of full length; {CONTEXT / GIB:.1f} GiB are CUDA's, and PyTorch holds {KEPT:.2f} "
-            "times what is in use",
-            *estimate.assumptions(),
-            *([] if evaluations is not None else ["evaluations are not in it: how many rows they have is not known"]),
-            *(["the engine has a GPU of its own, the training one"] if apart(config) else []),
-        ],
+        "assumed": [*estimate.assumptions(), *unknown],
     }
 
 
-def _gib(sizes: dict[str, Any]) -> dict[str, float]:
+def _gib(sizes: Mapping[str, float]) -> dict[str, float]:
     return {name: round(size / 2**30, 2) for name, size in sizes.items()}
 
 
@@ -129,9 +119,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield "what takes less, GiB of a GPU"
         for change, size in found["would_fit"].items():
             yield f"  {size:8.2f} {'fits' if size <= usable else '    '}  {change}"
-    disk = found["disk_gib"]
-    yield f"main memory  {found['main_memory_gib_per_host']} GiB a host, at most"
-    yield f"disk         {disk['checkpoint']:.1f} GiB a checkpoint, {disk['run']:.1f} GiB the run"
+    host = found["host_gib"]
+    yield f"main memory  {host['main memory']:.1f} GiB a host, at most"
+    yield f"disk         {host['checkpoint']:.1f} GiB a checkpoint, {host['run']:.1f} GiB the run"
     yield f"step         {step:.1f} s, {found['tokens_sampled_per_step']:,} tokens sampled"
     yield from (f"  {phase:<22} {value:8.2f} s" for phase, value in seconds.items())
     money = "" if found["usd"] is None else f", {found['usd']:,.2f} USD"

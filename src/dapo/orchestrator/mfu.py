@@ -19,8 +19,8 @@ from dapo.training.update_report import UpdateReport
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """``operations``: a second, of dense 16-bit matrix products. ``bytes``: of its memory, a second. ``memory``: in GiB,
-    as CUDA reports it. ``link``: bytes a second in each direction to other GPUs of its host."""
+    """``operations``: a second, of dense 16-bit matrix products. ``bytes``: of its memory, a second. ``memory``: GiB
+    that CUDA reports. ``link``: bytes a second in each direction to other GPUs of its host."""
 
     operations: float
     bytes: float

@@ -1,28 +1,28 @@
 """A step's seconds, a GPU's memory and a run's disk, from a model's shape, a recipe and a cluster. Pure arithmetic.
 
-Every GPU has an engine with a whole copy of the weights, and a share of the training (FSDP2 over all of them; an adapter
-is whole on each). Both take turns, but for an engine on another device (``rollout.device``), which works beside."""
+Every GPU has an engine with a whole copy of the weights, and a share of the training (FSDP2; an adapter is whole on
+each). Both take turns, but for an engine on another device (``rollout.device``), which works beside."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
-from statistics import fmean
 from typing import Any
 
 from dapo.checks.context import config_at_hand
 from dapo.checks.memory import GIB, Memory, checkpoint_bytes, easing, predict_memory, settings_line, trained_of
 from dapo.checks.settings import BYTES_PER_TOKEN, checkpoints_kept
 from dapo.config import Config
-from dapo.config.plan import evaluated_rows, steps_that_fit
+from dapo.config.plan import evaluated_rows
 from dapo.config.reading import with_values
 from dapo.config.sections import LoraConfig
 from dapo.model.adapters import find_adapter, has_adapter
 from dapo.model.loading import check_supported, read_config
 from dapo.orchestrator.mfu import CardLimits
 from dapo.plan.hardware import NETWORK, Cluster, Rates, published_shape, rates_for, read_cluster
-from dapo.plan.rollout import Decoding, Sampled, Sampling, sample
+from dapo.plan.rollout import Decoding, Sampling, sample
 from dapo.training.lora import trainable_shape
 
 CONTEXT = int(0.8 * GIB)
@@ -30,7 +30,7 @@ CONTEXT = int(0.8 * GIB)
 KEPT = 1.05
 """What PyTorch's allocator holds over what is in use: 1.05 (1.5B) and 1.17 (7B with an adapter) were measured."""
 PROCESS = int(3.3 * GIB)
-"""Main memory of a process with a GPU, as measured (docs/async.md's runs)."""
+"""Main memory of a process with a GPU, as measured in the runs of docs/async.md."""
 BESIDE = 1.19
 """How much longer updates take in the process of an engine that samples meanwhile (5.7 s and 4.8 s: docs/async.md)."""
 BUS = 25e9
@@ -54,7 +54,7 @@ def apart(config: Config) -> bool:
 
 
 def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estimate, str]:
-    """And the name of the model whose shape was taken. Raises ConfigError: no such cluster; ModelError: no such model."""
+    """And the name of the model whose shape it has. Raises ConfigError: no such cluster; ModelError: no such model."""
     where = read_cluster(cluster)
     adapter = find_adapter(config.model.path)
     name = adapter.base if adapter else config.model.path
@@ -84,6 +84,10 @@ class Estimate:
     def limits(self) -> CardLimits:
         return CardLimits.on(self.cluster.card, self.shape, 2)
 
+    @property
+    def longest(self) -> int:
+        return self.config.data.max_prompt_length + self.config.rollout.max_response_length
+
     # -- memory --------------------------------------------------------------------------------------------------------
 
     @property
@@ -93,133 +97,113 @@ class Estimate:
 
     def memory(self, config: Config | None = None, ranks: int | None = None) -> Memory:
         """Of a GPU, with as much of a cache as there is room for; no less than a sample of full length needs."""
-        config, ranks = config or self.config, ranks or self.ranks
-        memory = predict_memory(config, self.shape, True, ranks)
-        longest = config.data.max_prompt_length + config.rollout.max_response_length
-        least = int(longest * self.limits.cache_bytes)
+        memory = predict_memory(config or self.config, self.shape, True, ranks or self.ranks)
         free = int(self.usable) - memory.lasting - memory.decoding
-        return replace(memory, cache=min(memory.cache, max(least, free)))
+        return replace(memory, cache=min(memory.cache, max(int(self.longest * self.limits.cache_bytes), free)))
 
-    @property
-    def needed(self) -> int:
-        return self.memory().total(True)
+    def needed(self, config: Config | None = None, ranks: int | None = None) -> int:
+        """Bytes of a GPU at the worst moment."""
+        return self.memory(config, ranks).total(True)
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.usable
+        return self.needed() <= self.usable
 
     @property
     def rows(self) -> int:
         """Sequences at once on a GPU, by the engine's limit and the room for keys and values."""
-        config, memory = self.config, self.memory()
+        memory = self.memory()
         cache = memory.cache + memory.cache_that_stays or self.usable - self.limits.weight_bytes
-        room = cache / self.limits.cache_bytes / (self.assumed.prompt + self.assumed.response)
-        return max(1, min(config.rollout.max_concurrent_samples, int(room)))
+        room = int(cache / self.limits.cache_bytes / (self.assumed.prompt + self.assumed.response))
+        return max(1, min(self.config.rollout.max_concurrent_samples, room))
 
     def would_fit(self) -> Iterator[tuple[str, float]]:
-        """What to change so that it fits, each with bytes of a GPU then; what is no use is left out."""
-
-        def total(config: Config) -> int:
-            return self.memory(config).total(True)
-
-        config, longest = self.config, self.config.data.max_prompt_length + self.config.rollout.max_response_length
-        single = {
-            "training.tokens_per_micro_batch": longest,
-            "training.activation_checkpointing": True,
-            "training.offload_optimizer": True,
-        }
-        together, least = easing(config, self.usable, True, total)
-        for settings in ({key: value} for key, value in single.items()):
-            if (size := total(with_values(config, settings))) < 0.98 * self.needed:
+        """What takes less, each with bytes of a GPU then; what is of no use is left out."""
+        config, now = self.config, self.needed()
+        together, _ = easing(config, self.usable, True, self.needed)
+        for settings in (
+            {"training.tokens_per_micro_batch": self.longest},
+            {"training.activation_checkpointing": True},
+            {"training.offload_optimizer": True},
+            together,
+        ):
+            if (size := self.needed(with_values(config, settings))) < 0.98 * now:
                 yield settings_line(settings), size
-        if len(together) > 1:
-            yield settings_line(together), least
         if has_adapter(self.shape) or apart(config):
             return
         small = with_values(config, {"model.lora": LoraConfig(rank=16)})
         adapted = replace(self, config=small, shape=trainable_shape(small.model, self.shape.config))
         for settings in ({}, together):
-            if (size := adapted.memory(with_values(small, settings)).total(True)) < self.needed:
+            if (size := adapted.needed(with_values(small, settings))) < now:
                 yield f"model.lora.rank=16 {settings_line(settings)}".strip(), size
-        for settings in ({}, together):
-            counts = (self.ranks * 2**k for k in range(1, 11))
-            sizes = ((n, self.memory(with_values(config, settings), n).total(True)) for n in counts)
-            if enough := next((found for found in sizes if found[1] <= self.usable), None):
-                yield f"{enough[0]} GPUs {settings_line(settings)}".strip(), enough[1]
+            for ranks in (self.ranks * 2**k for k in range(1, 11)):
+                if (size := self.needed(with_values(config, settings), ranks)) <= self.usable:
+                    yield f"{ranks} GPUs {settings_line(settings)}".strip(), size
+                    break
 
     # -- seconds of a step ---------------------------------------------------------------------------------------------
 
     @property
     def decoding(self) -> Decoding:
-        card, rates, limits = self.cluster.card, self.rates, self.limits
-        text, bytes_s = self.shape.config.get_text_config(), self.rates.bandwidth * self.cluster.card.bytes
+        text, limits, rates = self.shape.config.get_text_config(), self.limits, self.rates
+        bytes_s, operations_s = rates.bandwidth * limits.card.bytes, limits.card.operations
         return Decoding(
             step=text.num_hidden_layers * rates.layer + limits.weight_bytes / bytes_s,
-            row=limits.weight_bytes / (rates.matmul * card.operations) + 8 * text.vocab_size / bytes_s,
+            row=limits.weight_bytes / (rates.matmul * operations_s) + 8 * text.vocab_size / bytes_s,
             token=limits.cache_bytes / bytes_s,
-            prompt_token=limits.weight_bytes / (rates.update * card.operations),
+            prompt_token=limits.weight_bytes / (rates.update * operations_s),  # 2 operations for each 2 bytes
         )
 
-    def sampled(self, seeds: int = 4) -> Sampled:
-        """What the engine of one GPU samples for a step: means over some worlds."""
-        rollout, assumed = self.config.rollout, self.assumed
-        work = Sampling(
-            groups=ceil(rollout.prompts_per_step / self.ranks),
-            samples=rollout.samples_per_prompt,
-            keep=assumed.keep,
-            prompt=int(assumed.prompt),
-            length=assumed.response,
-            limit=rollout.max_response_length,
-            rows=self.rows,
-        )
-        found = [sample(work, self.decoding, bool(self.config.ahead), seed) for seed in range(seeds)]
-        seconds = fmean(one.seconds for one in found)
-        drawn = fmean(one.drawn for one in found)
-        host = self.rates.sample * drawn * rollout.samples_per_prompt
-        return Sampled(seconds + host, int(fmean(one.tokens for one in found)), round(drawn))
+    def sampled(self, groups: int, samples: int, keep: float, limit: int, ahead: bool = False) -> tuple[float, float]:
+        """Seconds of one engine with its share of ``groups``, and tokens of all engines."""
+        length = min(self.assumed.response, limit)
+        work = Sampling(ceil(groups / self.ranks), samples, keep, int(self.assumed.prompt), length, limit, self.rows)
+        seconds, tokens, drawn = sample(work, self.decoding, ahead)
+        return seconds + self.rates.sample * drawn * samples, tokens * groups / work.groups
 
-    def operations(self, forward_only: bool = False) -> float:
-        """Of one pass over a step's batch, on all GPUs together: products with weights, and attention."""
+    def rollout(self) -> tuple[float, float]:
+        """Seconds and tokens of a step's."""
+        rollout = self.config.rollout
+        sizes = (rollout.prompts_per_step, rollout.samples_per_prompt, self.assumed.keep, rollout.max_response_length)
+        return self.sampled(*sizes, bool(self.config.ahead))
+
+    def operations(self) -> tuple[float, float]:
+        """Of a pass over a step's batch, on all GPUs together: forward alone, and forward and backward."""
+        rollout, assumed, text = self.config.rollout, self.assumed, self.shape.config.get_text_config()
+        predicted = rollout.prompts_per_step * rollout.samples_per_prompt * assumed.response
+        computed = rollout.prompts_per_step * assumed.prompt + predicted  # a prompt is computed once for its group
+        width = (
+            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        ) * text.num_attention_heads
+        attention = 4 * predicted * (assumed.prompt + assumed.response / 2) * width * text.num_hidden_layers
+        again = 1 if self.config.training.activation_checkpointing else 0
+        layers = (1 + again / 3) * self.limits.operations_per_token * computed
+        both = layers + self.limits.operations_per_prediction * predicted + (3.5 + again) * attention
+        return self.limits.weight_bytes * predicted + attention, both
+
+    def network(self) -> float:
+        """Seconds of a step in which ranks gather weights (twice, of 2 bytes) and add up gradients (of 4)."""
         config, assumed = self.config, self.assumed
-        text, groups = self.shape.config.get_text_config(), config.rollout.prompts_per_step
-        predicted = groups * config.rollout.samples_per_prompt * assumed.response
-        computed = groups * assumed.prompt + predicted  # a prompt is computed once for its group
-        heads = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        pairs = predicted * (assumed.prompt + assumed.response / 2)
-        attention = 4 * pairs * text.num_attention_heads * heads * text.num_hidden_layers
-        if forward_only:
-            used = self.limits.weight_bytes  # two operations a weight, of two bytes
-            return used * predicted + attention
-        layers, again = self.limits.operations_per_token * computed, config.training.activation_checkpointing
-        return (
-            (4 / 3 if again else 1) * layers
-            + self.limits.operations_per_prediction * predicted
-            + (4.5 if again else 3.5) * attention
-        )
+        if self.ranks == 1 or has_adapter(self.shape):
+            return 0.0
+        samples = config.training.groups_per_update * config.rollout.samples_per_prompt / self.ranks
+        passes = ceil(samples * (assumed.response + assumed.prompt) / config.training.tokens_per_micro_batch)
+        return config.updates_per_step * passes * self.cluster.exchange(8 * trained_of(self.shape))
 
     def seconds(self) -> dict[str, float]:
         """Of a step, by phase; ``step``: of all."""
-        config, cluster, rates, card = self.config, self.cluster, self.rates, self.cluster.card
-        trained, speed = trained_of(self.shape), self.ranks * rates.update * card.operations
-        passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off")
-        epochs, updates = config.training.epochs_per_rollout, config.updates_per_step
+        config, rates, card, trained = self.config, self.rates, self.cluster.card, trained_of(self.shape)
         beside = apart(config) and config.ahead > 0
-        speed /= BESIDE if beside else 1.0
-        update = epochs * self.operations() / speed
-        network = 0.0
-        if self.ranks > 1 and not has_adapter(self.shape):
-            samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / updates / self.ranks
-            tokens = samples * (self.assumed.response + self.assumed.prompt / config.rollout.samples_per_prompt)
-            rounds = updates * ceil(tokens * epochs / config.training.tokens_per_micro_batch)
-            network = rounds * cluster.exchange(8 * trained)  # weights twice in 2 bytes, gradients in 4
-        offloaded = 8 * trained / self.ranks * updates / BUS if config.training.offload_optimizer else 0.0
+        speed = self.ranks * rates.update * card.operations / (BESIDE if beside else 1.0)
+        passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off")
+        forward, both = self.operations()
+        moments = 8 * trained / self.ranks * config.updates_per_step if config.training.offload_optimizer else 0.0
         found = {
-            "rollout": self.sampled().seconds,
+            "rollout": self.rollout()[0],
             "reward": self.assumed.reward_s,
-            "annotate": passes * self.operations(forward_only=True) / speed,
-            "update": max(update, network) + offloaded,
-            "sync": 6 * trained / (rates.sync * card.bytes)
-            + (cluster.exchange(2 * trained) if self.ranks > 1 else 0.0),
+            "annotate": passes * forward / speed,
+            "update": max(config.training.epochs_per_rollout * both / speed, self.network()) + moments / BUS,
+            "sync": 6 * trained / (rates.sync * card.bytes) + self.cluster.exchange(2 * trained),
             "rest": rates.rest * config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
         }
         others = sum(found.values()) - found["rollout"]
@@ -227,60 +211,61 @@ class Estimate:
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    def evaluations_s(self, step: float) -> float | None:
-        """Of all evaluations, given the seconds of a step; None: it is not known how many rows they have."""
+    def steps(self, seconds: float) -> int:
+        training = self.config.training
+        minutes = math.inf if training.minutes is None else training.minutes
+        return int(min(training.steps, 60 * minutes // seconds))
+
+    def evaluations_s(self, steps: int) -> float | None:
+        """Seconds of all evaluations; None: it is not known how many rows they have."""
         evaluation = self.config.evaluation
         if not evaluation.data:
             return 0.0
         rows = evaluated_rows(evaluation.data, evaluation.rows) or evaluation.rows
         if rows is None:
             return None
-        steps = self.steps(step)
-        times = 1 + (bool(steps) and max(1, ceil(steps / evaluation.every) if evaluation.every else 1))
-        work = Sampling(
-            *(ceil(rows / self.ranks), evaluation.samples_per_prompt, 1.0, int(self.assumed.prompt)),
-            *(self.assumed.response, self.config.evaluated_length, self.rows),
-        )
-        host = self.rates.sample * work.groups * work.samples
-        return times * (sample(work, self.decoding).seconds + host)
+        times = 1 + min(steps, ceil(steps / (evaluation.every or steps or 1)))
+        return times * self.sampled(rows, evaluation.samples_per_prompt, 1.0, self.config.evaluated_length)[0]
+
+    def disk(self, steps: int, tokens: float) -> dict[str, float]:
+        """Bytes of a checkpoint, and of the whole run, in each of whose steps so many tokens are sampled."""
+        trained, saved = trained_of(self.shape), float(self.config.run.save_samples)
+        checkpoint = checkpoint_bytes(trained)
+        samples = saved * steps * tokens * BYTES_PER_TOKEN
+        return {"checkpoint": checkpoint, "run": checkpoints_kept(self.config) * checkpoint + 8 * trained + samples}
+
+    def main_memory(self) -> float:
+        """Bytes of a host: processes, a checkpoint on its way to disk, moments and reward workers."""
+        here, reward = min(self.ranks, self.cluster.gpus), self.config.reward
+        snapshot = checkpoint_bytes(trained_of(self.shape)) * here / self.ranks
+        workers = getattr(reward, "workers", 0) * getattr(reward, "memory_mb", 0) * 2**20
+        return here * (PROCESS + self.memory().host) + snapshot + workers
+
+    # -- words ---------------------------------------------------------------------------------------------------------
 
     def engine_note(self) -> str:
         """Where the engine's copy of the weights takes much of a GPU, what would take less."""
         copy = self.limits.weight_bytes
         if copy < 0.4 * self.usable:
             return ""
-        parts = next(n for n in (2, 4, 8, 16) if copy / n < 0.25 * self.usable)
+        parts = next(n for n in (2, 4, 8, 16, 32) if copy / n < 0.25 * self.usable)
         return (
             f"the native engine has the whole weights on each GPU, {copy / GIB:.1f} GiB; one that divides them "
             f"(vLLM, tensor parallelism of {parts}, on GPUs of its own) has {copy / parts / GIB:.1f}"
         )
 
     def assumptions(self) -> Iterator[str]:
-        cluster, rates = self.cluster, self.rates
-        scaled = "" if rates.card == cluster.name else f", scaled to the {cluster.name} by the makers' figures"
+        assumed, rates, name = self.assumed, self.rates, self.cluster.name
+        tokens = f"responses of {assumed.response:g} tokens and prompts of {assumed.prompt:g} on average"
+        yield f"{tokens}, {assumed.keep:.0%} of the groups are kept (--response, --prompt, --keep)"
+        yield f"rewards are scored beside the sampling, but for {assumed.reward_s:g} s of a step (--reward-s)"
+        yield f"responses of full length where memory is concerned; {CONTEXT / GIB:.1f} GiB are CUDA's own"
+        yield f"PyTorch holds {KEPT:.2f} times what is in use"
+        scaled = "" if rates.card == name else f", scaled to the {name} by the makers' figures"
         yield f"rates measured on the {rates.card} with {rates.model}{scaled} (rates.json; bench/rates.py writes it)"
         if self.ranks > 1:
-            kind = "the adapter whole on each" if has_adapter(self.shape) else "FSDP2 over all"
-            yield f"an engine on each GPU, training on all: {kind}; {NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts"
-            yield "networks, and GPUs that wait for each other, were not measured"
-
-    def steps(self, seconds: float) -> int:
-        training = self.config.training
-        within = training.steps if training.minutes is None else steps_that_fit(training.minutes, 0.0, seconds)
-        return min(training.steps, within)
-
-    def disk(self, steps: int, tokens: float) -> dict[str, float]:
-        """Bytes: of a checkpoint, and of the whole run in the end."""
-        trained, saved = trained_of(self.shape), float(self.config.run.save_samples)
-        one = checkpoint_bytes(trained)
-        return {
-            "checkpoint": one,
-            "run": checkpoints_kept(self.config) * one + 8 * trained + saved * steps * tokens * BYTES_PER_TOKEN,
-        }
-
-    def main_memory(self) -> float:
-        """Bytes of a host: processes, a checkpoint on its way to disk, moments and reward workers."""
-        here = min(self.ranks, self.cluster.gpus)
-        snapshot = checkpoint_bytes(trained_of(self.shape)) / max(1, self.ranks // self.cluster.gpus)
-        workers = getattr(self.config.reward, "workers", 0) * getattr(self.config.reward, "memory_mb", 0) * 2**20
-        return here * (PROCESS + self.memory().host) + snapshot + workers
+            kind = "an adapter whole on each" if has_adapter(self.shape) else "FSDP2 over all"
+            yield f"an engine on each GPU, training on all ({kind}); {NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts"
+            yield "not measured: networks, and what GPUs wait for each other"
+        if apart(self.config):
+            yield "the engine has a GPU of its own; memory is that of the other one"

@@ -88,8 +88,8 @@ def rates_for(card: str) -> Rates:
 
 
 def published_shape(name: str) -> tuple[str, Any]:
-    """Name and config of the published model that ``name`` names (``Qwen/Qwen2.5-Coder-7B-Instruct``) or has the size of
-    (``7B``). Raises ModelError: there is none in the table."""
+    """Name and config of a published model, by its name (``Qwen/Qwen2.5-Coder-7B-Instruct``) or size alone (``7B``).
+    Raises ModelError: there is none in the table."""
     from transformers import AutoConfig
 
     for known, sizes in _table("shapes").items():
@@ -97,6 +97,6 @@ def published_shape(name: str) -> tuple[str, Any]:
         if re.search(rf"(?i)({re.escape(family)}\b.*-|^){re.escape(size)}\b", Path(name).name):
             return known, AutoConfig.for_model(**sizes)
     raise ModelError(
-        f"model {name}: is neither here nor in the table of published shapes; give a folder with its config.json, or as "
-        f"model.path one of {', '.join(_table('shapes'))}, or a size such as 7B"
+        f"model {name}: is neither here nor in the table of published shapes; give as model.path a folder with its "
+        f"config.json, a size such as 7B, or one of {', '.join(_table('shapes'))}"
     )

@@ -1,13 +1,14 @@
-"""How long the engine of one GPU samples for a step: lengths are drawn, rows are filled, and each decoding step costs what
-its bytes and products do.
+"""How long the engine of one GPU samples for a step: rows are filled, and each decoding step costs what its bytes and
+products do. Pure arithmetic.
 
-Pure arithmetic. Lengths are lognormal, cut at the limit; prompts are drawn as dynamic sampling does (first as many as are
-wanted, then for those that are filtered), so that the tail of long samples and of late prompts is in it."""
+Lengths are lognormal, cut at the limit; prompts are drawn as dynamic sampling does (as many as are wanted, then others
+for those that are filtered), so that the tail of long samples and of late prompts is in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import numpy as np
 
@@ -48,53 +49,49 @@ class Sampling:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    seconds: float
-    tokens: int
-    drawn: int
+def sample(work: Sampling, cost: Decoding, ahead: bool = False, worlds: int = 4) -> tuple[float, float, float]:
+    """Seconds, tokens and groups drawn, means over some worlds. ``ahead``: of an engine that never runs empty, as
+    prompts of the next step are drawn already."""
+
+    def mean(wanted: int) -> Any:
+        return np.mean([_sample(work, cost, wanted, seed) for seed in range(worlds)], axis=0)
+
+    found = (mean(4 * work.groups) - mean(2 * work.groups)) / 2 if ahead else mean(work.groups)
+    return float(found[0]), float(found[1]), float(found[2])
 
 
-def sample(work: Sampling, cost: Decoding, ahead: bool = False, seed: int = 0) -> Sampled:
-    """One step's sampling. ``ahead``: of an engine that never runs empty, as the next step's prompts are drawn already."""
-    if not ahead:
-        return _sample(work, cost, work.groups, seed)
-    one, two = (_sample(work, cost, rounds * work.groups, seed) for rounds in (2, 4))
-    return Sampled((two.seconds - one.seconds) / 2, (two.tokens - one.tokens) // 2, (two.drawn - one.drawn) // 2)
-
-
-def _sample(work: Sampling, cost: Decoding, wanted: int, seed: int) -> Sampled:
+def _sample(work: Sampling, cost: Decoding, wanted: int, seed: int) -> tuple[float, int, int]:
     stretch = max(STRETCH, work.limit // 128)
     random = np.random.default_rng(seed)
-    drawn = kept = seconds = tokens = 0.0
+    spread = min(SPREAD, float(np.log(work.limit / work.length)) / 2)  # the cut must not change the mean
+    seconds, tokens, drawn, kept = 0.0, 0, 0, 0
     queue: list[int] = []  # groups by number, once for each sample that is to begin
     missing: dict[int, int] = {}  # samples of a group that are not there yet
     left, done, group = (np.zeros(0, dtype=np.int64) for _ in range(3))
-    middle = np.log(work.length) - SPREAD**2 / 2
-    while True:
-        open_groups = len(missing)
-        rate = work.keep if drawn else 1.0
-        for _ in range(max(0, ceil((wanted - kept) / rate - open_groups - 1e-9))):
-            number = int(drawn)
-            drawn += 1
+    while kept < wanted:
+        more = ceil((wanted - kept) / (work.keep if drawn else 1.0)) - len(missing)
+        for number in range(drawn, drawn + max(0, more)):
             missing[number] = work.samples
             queue += [number] * work.samples
             seconds += work.prompt * cost.prompt_token
-        if begun := queue[: work.rows - len(left)]:
-            del queue[: len(begun)]
-            new = np.exp(random.normal(middle, SPREAD, len(begun))).clip(1, work.limit).astype(np.int64)
-            left, done = np.append(left, new), np.append(done, np.zeros_like(new))
-            group = np.append(group, np.array(begun, dtype=np.int64))
+        drawn += max(0, more)
+        begun = np.array(queue[: work.rows - len(left)], dtype=np.int64)
+        del queue[: len(begun)]
+        new = work.length * np.exp(random.normal(-(spread**2) / 2, spread, len(begun)))
+        left = np.append(left, new.clip(1, work.limit).astype(np.int64))
+        done, group = np.append(done, np.zeros_like(begun)), np.append(group, begun)
         steps = min(stretch, int(left.max()))
-        context = float((work.prompt + done + np.minimum(left, steps) / 2).sum())
-        seconds += steps * (cost.step + len(left) * cost.row + context * cost.token)
-        tokens += int(np.minimum(left, steps).sum())
+        made = np.minimum(left, steps)
+        seconds += steps * (
+            cost.step + len(left) * cost.row + float((work.prompt + done + made / 2).sum()) * cost.token
+        )
+        tokens += int(made.sum())
         left, done = left - steps, done + steps
         for number in group[left <= 0].tolist():
             missing[number] -= 1
             if not missing[number]:
                 del missing[number]
                 kept += random.random() < work.keep
-        left, done, group = left[left > 0], done[left > 0], group[left > 0]
-        if kept >= wanted:
-            return Sampled(float(seconds), int(tokens), int(drawn))
+        going = left > 0
+        left, done, group = left[going], done[going], group[going]
+    return seconds, tokens, drawn
