@@ -135,8 +135,8 @@ def test_ranks_share_what_is_trained_and_each_has_a_whole_engine() -> None:
     for part in ("weights", "gradients", "adam"):
         assert getattr(eight, part) == pytest.approx(getattr(one, part) / 8, abs=8)
     assert eight.engine == one.engine
-    layer = (7_615_616_512 - 2 * 152_064 * 3584 - 3584) // 28
-    assert eight.casts == pytest.approx(2 * 152_064 * 3584 + 8 * layer, rel=1e-3), "embedding, and layers in turn"
+    head, layer = 152_064 * 3584, (7_615_616_512 - 2 * 152_064 * 3584 - 3584) // 28
+    assert eight.casts == pytest.approx(8 * 2 * head - 4 * head + 8 * layer, rel=1e-3), "tables, and layers in turn"
     assert eight.cache < one.cache, "fewer samples of a step on each"
 
 

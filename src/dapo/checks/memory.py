@@ -34,8 +34,8 @@ the layers go backward. The larger ones count; a cache that stays (max_staleness
 An engine on another device (``rollout.device``) is not in it.
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
-the whole engine. The casts are then what is gathered at a time: of two layers (one at work, one on its way) b a number
-and 4 for its gradient, and b of what lies outside of the layers. An adapter and its base are whole on every rank."""
+the whole engine. The casts are then what is whole at a time: of two layers (one at work, one on its way) b a number,
+and 4 for its gradient; 4 and 4 of what lies outside of the layers. An adapter and its base are whole on every rank."""
 
 from __future__ import annotations
 
@@ -200,12 +200,15 @@ def _casts(config: Config, shape: Any) -> int:
 
 
 def _gathered(config: Config, shape: Any) -> int:
-    """Bytes of what FSDP2 has whole at a time; the head's copy is among the logits."""
-    layers, width = decoder_layers(shape), _width(config)
-    inside, head = _trained_in(layers, shape), _trained_in(shape.get_output_embeddings(), shape)
-    tied = shape.get_output_embeddings().weight is shape.get_input_embeddings().weight
-    outside = trained_of(shape) - inside - (0 if tied else head)
-    return width * outside + (2 * width + 4) * inside // max(1, len(layers))
+    """Bytes of what FSDP2 has whole at a time; the head's gradient is among the logits."""
+    layers, outside, head = outside_layers(shape)
+    return 8 * outside - 4 * head + (2 * _width(config) + 4) * layers // max(1, len(decoder_layers(shape)))
+
+
+def outside_layers(shape: Any) -> tuple[int, int, int]:
+    """Trained parameters in the layers, outside of them, and of the latter those of the head."""
+    inside = _trained_in(decoder_layers(shape), shape)
+    return inside, trained_of(shape) - inside, _trained_in(shape.get_output_embeddings(), shape)
 
 
 def _kept(config: Config, shape: Any, on_gpu: bool) -> float:

@@ -12,7 +12,16 @@ from math import ceil
 from typing import Any
 
 from dapo.checks.context import config_at_hand
-from dapo.checks.memory import GIB, Memory, checkpoint_bytes, easing, predict_memory, settings_line, trained_of
+from dapo.checks.memory import (
+    GIB,
+    Memory,
+    checkpoint_bytes,
+    easing,
+    outside_layers,
+    predict_memory,
+    settings_line,
+    trained_of,
+)
 from dapo.checks.settings import BYTES_PER_TOKEN, checkpoints_kept
 from dapo.config import Config
 from dapo.config.plan import evaluated_rows
@@ -182,13 +191,15 @@ class Estimate:
         return self.limits.weight_bytes * predicted + attention, both
 
     def network(self) -> float:
-        """Seconds of a step in which ranks gather weights (twice, of 2 bytes) and add up gradients (of 4)."""
+        """Seconds of a step in which ranks gather weights and add up gradients: of the layers in each pass (in 2 bytes,
+        twice, and in 4), of the rest in each update (in 4 and 4)."""
         config, assumed = self.config, self.assumed
         if self.ranks == 1 or has_adapter(self.shape):
             return 0.0
         samples = config.training.groups_per_update * config.rollout.samples_per_prompt / self.ranks
         passes = ceil(samples * (assumed.response + assumed.prompt) / config.training.tokens_per_micro_batch)
-        return config.updates_per_step * passes * self.cluster.exchange(8 * trained_of(self.shape))
+        layers, outside, _ = outside_layers(self.shape)
+        return config.updates_per_step * self.cluster.exchange(8 * (passes * layers + outside))
 
     def seconds(self) -> dict[str, float]:
         """Of a step, by phase; ``step``: of all."""
@@ -267,5 +278,9 @@ class Estimate:
             kind = "an adapter whole on each" if has_adapter(self.shape) else "FSDP2 over all"
             yield f"an engine on each GPU, training on all ({kind}); {NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts"
             yield "not measured: networks, and what GPUs wait for each other"
+        if self.config.model.compute_dtype == "float32":
+            yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
+        if self.config.rollout.engine != "native" or self.config.reward.kind == "model":
+            yield "other engines and reward models are not in it: the native engine is planned for, and no reward model"
         if apart(self.config):
             yield "the engine has a GPU of its own; memory is that of the other one"

@@ -7,6 +7,7 @@ for those that are filtered), so that the tail of long samples and of late promp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 from typing import Any
 
@@ -49,6 +50,7 @@ class Sampling:
     rows: int
 
 
+@cache
 def sample(work: Sampling, cost: Decoding, ahead: bool = False, worlds: int = 4) -> tuple[float, float, float]:
     """Seconds, tokens and groups drawn, means over some worlds. ``ahead``: of an engine that never runs empty, as
     prompts of the next step are drawn already."""
