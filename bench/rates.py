@@ -6,7 +6,7 @@ usage: python bench/rates.py decode POINTS.json    steps of decoding (bench/deco
 Either replaces its own rows of the card and leaves the others. ``decode``: seconds of a layer, and shares of the
 maker's memory rate and matrix rate, by least squares of the relative error. ``run``: means over the steps from the
 third one on and over the runs: the share of the matrix rate in updates, seconds of a sample in the rollout beside its
-decoding, seconds of a trained sample in preparing and writing, the share of the memory rate in handing weights over.
+decoding, seconds of a trained sample in preparing and writing, seconds of handing weights over beside copying them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNITS = {
     "layer": "seconds of a layer in a decoding step, however few rows",
     "sample": "seconds of a sample in the rollout beside decoding: starting, text, scoring, counting",
     "rest": "seconds of a trained sample in preparing batches and writing files",
-    "sync": "of the maker's memory rate, 6 bytes a trained parameter",
+    "sync": "seconds of a step in handing weights over beside copying them: waking the engine",
 }
 FIRST = 3
 """Step from which on a run counts: everything is compiled and captured by then."""
@@ -121,7 +121,7 @@ def rates(runs: Sequence[Measured]) -> dict[str, float]:
                 "update": plan.rates.update * seconds["update"] / run.mean("time/update"),
                 "sample": plan.rates.sample
                 + host / (run.mean("groups/drawn") * plan.config.rollout.samples_per_prompt),
-                "sync": plan.rates.sync * seconds["sync"] / run.mean("time/sync"),
+                "sync": max(0.0, plan.rates.sync + run.mean("time/sync") - seconds["sync"]),
             }
             if not seconds["annotate"]:
                 found["rest"] = run.mean("time/prepare", "time/rest") / run.samples

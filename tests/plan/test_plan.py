@@ -274,7 +274,12 @@ def test_evaluations_of_known_rows_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said", "code"), [(("--cluster", "8xX1"), "--cluster", 2), (("model.path=no/such",), "published", 1)]
+    ("arguments", "said", "code"),
+    [
+        (("--cluster", "8xX1"), "--cluster", 2),
+        (("rollout.device=cuda:1",), "give 2xH200", 2),
+        (("model.path=no/such",), "published", 1),
+    ],
 )
 def test_errors_of_the_command(arguments: tuple[str, ...], said: str, code: int) -> None:
     found = plan(*arguments)

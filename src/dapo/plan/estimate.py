@@ -27,6 +27,7 @@ from dapo.config import Config
 from dapo.config.plan import evaluated_rows
 from dapo.config.reading import with_values
 from dapo.config.sections import LoraConfig
+from dapo.errors import ConfigError
 from dapo.model.adapters import find_adapter, has_adapter
 from dapo.model.loading import check_supported, read_config
 from dapo.orchestrator.mfu import CardLimits
@@ -42,6 +43,8 @@ PROCESS = int(3.3 * GIB)
 """Main memory of a process with a GPU, as measured in the runs of docs/async.md."""
 BESIDE = 1.19
 """How much longer updates take in the process of an engine that samples meanwhile (5.7 s and 4.8 s: docs/async.md)."""
+HAND_OVER = 0.14
+"""Share of the memory's rate at which weights get to the engine, 6 bytes each: 4.0 to 4.5 ms (docs/performance.md)."""
 BUS = 25e9
 """Bytes a second between a GPU and main memory, in each direction. Assumed."""
 
@@ -63,8 +66,12 @@ def apart(config: Config) -> bool:
 
 
 def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estimate, str]:
-    """And the name of the model whose shape it has. Raises ConfigError: no such cluster; ModelError: no such model."""
+    """And the name of the model whose shape it has. Raises ConfigError: no such cluster, or one GPU where two are
+    wanted; ModelError: no such model."""
     where = read_cluster(cluster)
+    if apart(config) and where.total < 2:
+        device = config.rollout.device
+        raise ConfigError(f"--cluster {cluster}: rollout.device={device} is a second GPU; give 2x{cluster}")
     adapter = find_adapter(config.model.path)
     name = adapter.base if adapter else config.model.path
     if config_at_hand(name):
@@ -214,7 +221,7 @@ class Estimate:
             "reward": self.assumed.reward_s,
             "annotate": passes * forward / speed,
             "update": max(config.training.epochs_per_rollout * both / speed, self.network()) + moments / BUS,
-            "sync": 6 * trained / (rates.sync * card.bytes) + self.cluster.exchange(2 * trained),
+            "sync": rates.sync + 6 * trained / (HAND_OVER * card.bytes) + self.cluster.exchange(2 * trained),
             "rest": rates.rest * config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
         }
         others = sum(found.values()) - found["rollout"]
@@ -224,8 +231,9 @@ class Estimate:
 
     def steps(self, seconds: float) -> int:
         training = self.config.training
-        minutes = math.inf if training.minutes is None else training.minutes
-        return int(min(training.steps, 60 * minutes // seconds))
+        return (
+            training.steps if training.minutes is None else min(training.steps, int(60 * training.minutes // seconds))
+        )
 
     def evaluations_s(self, steps: int) -> float | None:
         """Seconds of all evaluations; None: it is not known how many rows they have."""
@@ -259,7 +267,7 @@ class Estimate:
         copy = self.limits.weight_bytes
         if copy < 0.4 * self.usable:
             return ""
-        parts = next(n for n in (2, 4, 8, 16, 32) if copy / n < 0.25 * self.usable)
+        parts = 2 ** ceil(math.log2(copy / (0.25 * self.usable)))
         return (
             f"the native engine has the whole weights on each GPU, {copy / GIB:.1f} GiB; one that divides them "
             f"(vLLM, tensor parallelism of {parts}, on GPUs of its own) has {copy / parts / GIB:.1f}"
@@ -273,7 +281,7 @@ class Estimate:
         yield f"responses of full length where memory is concerned; {CONTEXT / GIB:.1f} GiB are CUDA's own"
         yield f"PyTorch holds {KEPT:.2f} times what is in use"
         scaled = "" if rates.card == name else f", scaled to the {name} by the makers' figures"
-        yield f"rates measured on the {rates.card} with {rates.model}{scaled} (rates.json; bench/rates.py writes it)"
+        yield f"rates measured on the {rates.card} with {rates.models}{scaled} (bench/rates.py writes them)"
         if self.ranks > 1:
             kind = "an adapter whole on each" if has_adapter(self.shape) else "FSDP2 over all"
             yield f"an engine on each GPU, training on all ({kind}); {NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts"

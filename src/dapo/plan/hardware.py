@@ -73,7 +73,8 @@ class Rates:
     sample: float
     rest: float
     sync: float
-    model: str
+    models: str
+    """With which of them each was measured."""
     rows: tuple[dict[str, Any], ...]
     """Of the table: where each comes from."""
 
@@ -84,7 +85,11 @@ def rates_for(card: str) -> Rates:
     measured = card if any(row["card"] == card for row in rows) else rows[0]["card"]
     rows = [row for row in rows if row["card"] == measured]
     values = {row["rate"]: row["value"] for row in rows}
-    return Rates(measured, model=rows[0]["model"], rows=tuple(rows), **values)
+    of = {
+        model: ", ".join(r["rate"] for r in rows if r["model"] == model) for model in sorted(r["model"] for r in rows)
+    }
+    models = "; ".join(f"{model} ({names})" for model, names in of.items())
+    return Rates(measured, models=models, rows=tuple(rows), **values)
 
 
 def published_shape(name: str) -> tuple[str, Any]:

@@ -16,7 +16,8 @@ import numpy as np
 SPREAD = 0.35
 """Standard deviation of the logarithm of a response's length: 0.353 in 2,048 responses to GSM8K (bench/)."""
 STRETCH = 32
-"""Decoding steps between two looks of the host."""
+"""Decoding steps between two looks of the host; more of them where responses are long or there are many."""
+MOST_STRETCHES = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def sample(work: Sampling, cost: Decoding, ahead: bool = False, worlds: int = 4)
 
 
 def _sample(work: Sampling, cost: Decoding, wanted: int, seed: int) -> tuple[float, int, int]:
-    stretch = max(STRETCH, work.limit // 128)
+    tokens_a_row = wanted * work.samples * work.length / work.keep / work.rows
+    stretch = max(STRETCH, work.limit // 128, int(tokens_a_row / MOST_STRETCHES))
     random = np.random.default_rng(seed)
     spread = min(SPREAD, float(np.log(work.limit / work.length)) / 2)  # the cut must not change the mean
     seconds, tokens, drawn, kept = 0.0, 0, 0, 0
