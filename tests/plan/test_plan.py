@@ -50,8 +50,10 @@ def test_steps_within_a_quarter_and_memory_within_15_percent_of_what_was_measure
         print(
             f"{run['name']}: {phase} {seconds[phase]:.2f} s, measured {measured}: {seconds[phase] / measured - 1:+.0%}"
         )
-    if "step" in run["seconds"]:
-        assert seconds["step"] == pytest.approx(run["seconds"]["step"], rel=0.25)
+    for phase in [phase for phase in run["seconds"] if phase == "step"] or run[
+        "seconds"
+    ]:  # phases where there is no step
+        assert seconds[phase] == pytest.approx(run["seconds"][phase], rel=0.25)
     if "memory" in run:
         print(f"{run['name']}: {found.needed() / 1e9:.1f} GB, measured {run['memory']}")
         assert found.needed() / 1e9 == pytest.approx(run["memory"], rel=0.15)
