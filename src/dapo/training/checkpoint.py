@@ -6,14 +6,14 @@ disk and renamed: it is there whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from dapo.errors import ModelError, UserError
 from dapo.model.adapters import has_adapter, read_weights, require_adapter
@@ -53,21 +53,21 @@ def load_weights(model: Any, folder: Path) -> None:
             parameter.copy_(saved[name])
 
 
-def save_optimizer(
-    optimizer: Any, parameters: Mapping[str, torch.Tensor], folder: Path, counters: Mapping[str, Any]
-) -> None:
-    """Write what an optimizer keeps of named parameters (Adam: moments, step counts), and the trainer's counters.
-    Raises FileExistsError: the folder exists and is not empty."""
+def optimizer_tensors(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What an optimizer keeps of named parameters (Adam: moments, step counts), as :func:`save_tensors` takes it."""
     states = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
-    save_tensors(folder, {f"{name}/{key}": t for name, state in states.items() for key, t in state.items()}, counters)
+    return {f"{name}/{key}": tensor for name, state in states.items() for key, tensor in state.items()}
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], folder: Path
-) -> dict[str, Any]:
-    """Continue with what :func:`save_optimizer` wrote; settings of the optimizer stay. Returns the counters.
-    ``optimizer``: of ``parameters``, in their order. Raises UserError: missing or damaged, or of another model."""
-    tensors, counters = load_tensors(folder)
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    counters: Mapping[str, Any],
+) -> None:
+    """Continue with what :func:`load_tensors` found in ``folder``; settings of the optimizer stay.
+    ``optimizer``: of ``parameters``, in their order. Raises UserError: it is of another model."""
     numbers = {name: i for i, name in enumerate(parameters)}
     states: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
@@ -78,7 +78,6 @@ def load_optimizer(
     if int(counters["updates"]) > int(counters["skipped_updates"]) and not states:
         raise UserError(f"{folder}: holds no moments of the optimizer, though there were updates")
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
-    return counters
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:
@@ -98,15 +97,17 @@ def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Ma
         write_json(staging / METADATA, {**metadata, "tensors": sorted(tensors)})
 
 
-def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What :func:`save_tensors` wrote: ``(tensors, metadata)``.
+def load_tensors(
+    folder: Path, rows: Callable[[str], slice] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What :func:`save_tensors` wrote: ``(tensors, metadata)``. ``rows``: those wanted of what belongs to a parameter.
 
     Raises:
         UserError: missing, damaged, or the tensors are not those that the metadata lists, or not finite: one update
             later the weights would not be either, and be blamed.
     """
     try:
-        tensors = {name: tensor for file in _files(folder) for name, tensor in load_file(file).items()}
+        tensors = {name: tensor for file in _files(folder) for name, tensor in _tensors(file, rows)}
         metadata = read_json(folder / METADATA)
         listed = metadata.pop("tensors")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
@@ -122,6 +123,14 @@ def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
             "earlier checkpoint, or start a new run with model.path=.../model of this one"
         )
     return tensors, metadata
+
+
+def _tensors(file: Path, rows: Callable[[str], slice] | None) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(file, "pt") as stored:
+        for key in stored.keys():  # noqa: SIM118
+            part = stored.get_slice(key)
+            whole = rows is None or not part.get_shape()
+            yield key, stored.get_tensor(key) if whole else part[rows(key.rpartition("/")[0])]
 
 
 def _files(folder: Path) -> list[Path]:

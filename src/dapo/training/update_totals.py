@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dapo.training.parallel.ranks import Ranks
 from dapo.training.update_report import Mismatch
 
 
@@ -41,16 +41,34 @@ class Totals:
             old_total, old_count = self.statistics.get(name, (0.0, 0.0))
             self.statistics[name] = (old_total + total, old_count + count)
 
-    def tokens(self, count: int) -> tuple[Any, Any] | None:
+    def join(self, ranks: Ranks) -> None:
+        """Have the sums of all ranks in place of this one's, and all ranks the same."""
+        if ranks.size == 1:
+            return
+        statistics = {name: (float(total), float(count)) for name, (total, count) in self.statistics.items()}
+        mine = (float(self.loss), int(self.bad_logprobs), self.micro_batches, self.computed_tokens)
+        every = ranks.gather((mine, self.mismatch, statistics))
+        loss, self.bad_logprobs, self.micro_batches, self.computed_tokens = map(sum, zip(*(e[0] for e in every)))  # type: ignore[assignment]
+        self.loss = torch.tensor(loss, dtype=torch.float64, device=self.loss.device)
+        self.mismatch = sum((part for _, part, _ in every), Mismatch())
+        self.statistics = {}
+        for _, _, part in every:
+            for name, (total, count) in part.items():
+                old_total, old_count = self.statistics.get(name, (0.0, 0.0))
+                self.statistics[name] = (old_total + total, old_count + count)  # type: ignore[assignment]
+
+    def tokens(self, count: int, ranks: Ranks) -> tuple[Any, Any] | None:
         """Log-probs (float32) and entropies (float16), ``[count]`` each, on the host by one copy; None: none were seen.
 
-        Tokens that were not seen have NaN.
+        Every response token was seen by one of the ranks.
         """
-        if not self.seen:
+        if not self.micro_batches:
             return None
-        index, *values = map(torch.cat, zip(*self.seen, strict=True))
-        found = torch.full((2, count), math.nan, device=index.device)
-        found[:, index] = torch.stack(values).float()
+        found = torch.zeros((2, count), device=self.loss.device)
+        if self.seen:
+            index, *values = map(torch.cat, zip(*self.seen, strict=True))
+            found[:, index] = torch.stack(values).float()
+        ranks.add_up(found)
         logprobs, entropy = found.cpu()
         return logprobs.numpy(), entropy.half().numpy()
 
