@@ -139,6 +139,8 @@ def diagnose(
     first: BadToken | None = None
     whole_groups = unit_of(objective) == "pair"
     for part in micro_batches(batch, policy.tokens_per_micro_batch, policy.device, whole_groups):
+        if part.empty:
+            continue
         with torch.no_grad(), watch.over(policy.model):
             logprobs, entropy = policy.evaluate(part)
         cut = select_tokens(inputs, part.index)

@@ -51,7 +51,7 @@ class MicroBatch:
 
     @property
     def empty(self) -> bool:
-        """Whether it is no part of a batch: it is to be computed, and nothing is to come of it."""
+        """Whether it has no response token of the batch."""
         return not len(self.index)
 
 
@@ -89,23 +89,22 @@ def micro_batches(
     share: tuple[int, int] = (0, 1),
     lockstep: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Parts of whole sequences with at most ``token_budget`` computed tokens each, see :func:`cut`. Those without a
-    response token are left out.
+    """Parts of whole sequences with at most ``token_budget`` computed tokens each, see :func:`cut`.
 
     Args:
         share: (rank, ranks): of all parts those of this rank.
-        lockstep: put one that counts for nothing (:attr:`MicroBatch.empty`) in the place of what is left out.
+        lockstep: put two tokens that count for nothing in the place of a part without a response token.
 
     Raises:
         ConfigError: one that is not to be divided is longer than the budget.
     """
     rank, ranks = share
     for sequences in cut(batch, token_budget, whole_groups, ranks)[rank::ranks]:
-        if batch.response_lengths[sequences].any():
-            yield micro_batch(batch, sequences, device)
-        elif lockstep:
+        if lockstep and not batch.response_lengths[sequences].any():
             nothing = micro_batch(_NOTHING, np.arange(1), device)
             yield replace(nothing, index=nothing.index[:0])
+        elif len(sequences):
+            yield micro_batch(batch, sequences, device)
 
 
 _NOTHING = TokenBatch(
@@ -118,7 +117,7 @@ _NOTHING = TokenBatch(
     behaviour_logprobs=np.zeros(1, np.float32),
     versions=np.zeros(1, np.int64),
 )
-"""Two tokens for a rank that has none of its own and whose forward and backward passes others wait for."""
+"""For a rank that has nothing of its own and whose forward and backward passes others wait for."""
 
 
 def select_tokens(record: Record, index: torch.Tensor) -> Record:

@@ -173,8 +173,8 @@ def plan_micro_batches(lengths: Sequence[int] | IntArray, token_budget: int, mul
 
     Their number is what first-fit decreasing needs (at most 11/9 of the optimum). With that many, each sequence then
     goes to the least loaded one instead: equal parts, where first-fit leaves a small rest. If that breaks the budget,
-    first-fit's own answer stands. ``lengths``: tokens of each, each within the budget. ``multiple``: of what their number
-    has to be; if it is not 1, they come largest first, empty ones last.
+    first-fit's own answer stands. ``lengths``: tokens of each, each within the budget. ``multiple``: their number
+    is one of it; if it is not 1, they come largest first, empty ones last.
 
     Returns:
         Numbers of those in each micro-batch, ascending.

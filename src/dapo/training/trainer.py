@@ -328,7 +328,8 @@ class Trainer:
             following = next(parts, None)
             held.begin_pass(last=following is None)
             if part.empty:
-                torch.autograd.backward(self.policy.evaluate(part)[0].sum() * 0)
+                if held.lockstep:
+                    torch.autograd.backward(self.policy.evaluate(part)[0].sum() * 0)
                 continue
             totals.micro_batches += 1
             totals.computed_tokens += part.num_computed_tokens

@@ -42,20 +42,17 @@ class Totals:
             self.statistics[name] = (old_total + total, old_count + count)
 
     def join(self, ranks: Ranks) -> None:
-        """Have the sums of all ranks in place of this one's, and all ranks the same."""
+        """Put the sums over all ranks, the same ones on each, in the place of this one's."""
         if ranks.size == 1:
             return
         statistics = {name: (float(total), float(count)) for name, (total, count) in self.statistics.items()}
-        mine = (float(self.loss), int(self.bad_logprobs), self.micro_batches, self.computed_tokens)
-        every = ranks.gather((mine, self.mismatch, statistics))
-        loss, self.bad_logprobs, self.micro_batches, self.computed_tokens = map(sum, zip(*(e[0] for e in every)))  # type: ignore[assignment]
-        self.loss = torch.tensor(loss, dtype=torch.float64, device=self.loss.device)
-        self.mismatch = sum((part for _, part, _ in every), Mismatch())
-        self.statistics = {}
-        for _, _, part in every:
-            for name, (total, count) in part.items():
-                old_total, old_count = self.statistics.get(name, (0.0, 0.0))
-                self.statistics[name] = (old_total + total, old_count + count)  # type: ignore[assignment]
+        sizes = (self.micro_batches, self.computed_tokens)
+        every = ranks.gather((float(self.loss), int(self.bad_logprobs), statistics, self.mismatch, sizes))
+        self.loss, self.bad_logprobs, self.statistics = torch.zeros_like(self.loss), 0, {}
+        for loss, bad, part, *_ in every:
+            self.add(self.loss.new_tensor(loss), part, self.loss.new_tensor(bad))  # type: ignore[arg-type]
+        self.mismatch = sum((mismatch for *_, mismatch, _ in every), Mismatch())
+        self.micro_batches, self.computed_tokens = (sum(n) for n in zip(*(s for *_, s in every), strict=True))
 
     def tokens(self, count: int, ranks: Ranks) -> tuple[Any, Any] | None:
         """Log-probs (float32) and entropies (float16), ``[count]`` each, on the host by one copy; None: none were seen.

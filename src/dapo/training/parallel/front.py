@@ -4,7 +4,7 @@ Consumes: token batches. Produces: columns and reports, as :class:`~dapo.trainin
 goes to all ranks at once. Waits for them; for those that hang after one has failed, a bounded time.
 
 Whoever starts the ranks (Ray, or a test) makes a :class:`~dapo.training.parallel.worker.RankWorker` in each process and
-gives a :class:`RankHandle` of each, by rank, to :class:`RankedLearner`.
+gives a :class:`RankHandle` of each, by rank, to :meth:`RankedLearner.start`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from dapo.util.asynchronous import until_done
 
 T = TypeVar("T")
 GRACE_SECONDS = 10.0
-"""For the other ranks to come to an end by themselves, once one has failed."""
 
 
-class RankDied(Exception):  # noqa: N818
+class RankDied(Exception):
     """A rank's process is gone. The message says what is known of its end."""
 
 
@@ -37,8 +36,8 @@ class RankError(UserError):
 class RankHandle(Protocol):
     """One rank, wherever it is."""
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """``worker.method(*args)`` there. Raises what it raised, or :class:`RankDied`."""
+    async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
+        """``worker.method(...)`` there. Raises what it raised, or :class:`RankDied`."""
         ...
 
     async def end(self) -> None:
@@ -53,17 +52,25 @@ class RankedLearner:
         facts: of the trainer after the last call.
     """
 
-    def __init__(self, ranks: Sequence[RankHandle], kl: AdaptiveKL, facts: Facts, grace_s: float = GRACE_SECONDS) -> None:
+    facts: Facts
+
+    def __init__(self, ranks: Sequence[RankHandle], kl: AdaptiveKL, grace_s: float = GRACE_SECONDS) -> None:
         """
         Args:
-            ranks: their workers are built.
+            ranks: of workers that nobody has called yet.
             kl: the coefficient of a KL in the loss; others may change it.
-            facts: what :meth:`~dapo.training.parallel.worker.RankWorker.build` gave.
+            grace_s: for the other ranks to come to an end by themselves, once one has failed.
         """
         self._ranks, self._kl, self._grace = ranks, kl, grace_s
-        self.facts = facts
         self._rate = (0, 0.0)
         self._failure: RankError | None = None
+
+    async def start(self, host: str, *args: Any, **keywords: Any) -> None:
+        """Have the ranks meet at ``host``, the machine of rank 0, and load the model; arguments are those of
+        :meth:`~dapo.training.parallel.worker.RankWorker.build`."""
+        address = await self._ranks[0].call("open", host)
+        await asyncio.gather(*(rank.call("join", address) for rank in self._ranks))
+        await self.call("build", *args, **keywords)
 
     @property
     def version(self) -> int:
@@ -102,26 +109,26 @@ class RankedLearner:
         await self.call("save", folder)
 
     async def load(self, folder: Path) -> None:
-        """Go on from :meth:`save`, of any number of ranks. Raises UserError: missing or damaged, or of another model."""
+        """Go on from :meth:`save`, of any number of ranks. Raises UserError: missing, damaged, or of another model."""
         await self.call("load", folder)
 
     async def close(self) -> None:
         """End all ranks."""
         await asyncio.gather(*(rank.end() for rank in self._ranks))
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """What ``method`` of the workers gives on rank 0. All ranks make it to its end, also if the caller is cancelled.
+    async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
+        """What ``method`` of the workers gives on rank 0. It is made to its end, also if the caller is cancelled.
 
         Raises:
             UserError: what every rank raised: they can go on.
             RankError: a rank died or failed alone. The others were told and are ended.
         """
-        return await _to_its_end(self._call(method, args))
+        return await _to_its_end(self._call(method, args, keywords))
 
-    async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+    async def _call(self, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if self._failure is not None:
             raise self._failure
-        calls = [asyncio.ensure_future(rank.call("perform", method, *args)) for rank in self._ranks]
+        calls = [asyncio.ensure_future(rank.call("perform", method, *args, **keywords)) for rank in self._ranks]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         late = set[Any]()
         if any(call.done() and call.exception() for call in calls):
@@ -151,8 +158,8 @@ def _told(method: str, errors: Sequence[BaseException | None], late: Sequence[in
     text = str(errors[number]) or type(errors[number]).__name__
     waiting = f"; ranks {', '.join(map(str, late))} did not come to an end and were ended" if late else ""
     return (
-        f"rank {number} of {len(errors)} failed in {method}: {text}{waiting}. All ranks are ended; resume the run, which "
-        "goes on from its last checkpoint, on as many ranks as there are"
+        f"rank {number} of {len(errors)} failed in {method}: {text}{waiting}. All ranks are ended; resume "
+        "the run, which goes on from its last checkpoint, on as many ranks as there are"
     )
 
 

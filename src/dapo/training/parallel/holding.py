@@ -172,7 +172,8 @@ class Sharded(Replica):
         mine = torch.zeros(rows, *shape[1:], dtype=values.dtype, device=self._device)
         mine[: len(values)] = values
         found = mine.new_empty(rows * size, *shape[1:])
-        dist.all_gather_into_tensor(found, mine, group=self.ranks.group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(found, mine, group=self.ranks.group)
         return found[: shape[0]]
 
     # --- files ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dapo.algorithm.kl import AdaptiveKL
 from dapo.config import Config
 from dapo.errors import UserError
+from dapo.model.compiling import compile_layers
 from dapo.model.placement import determinism, set_threads
 from dapo.records import FloatArray, TokenBatch
 from dapo.training.faults import FaultFolder
@@ -24,12 +25,18 @@ from dapo.training.learner import LocalLearner
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.objective_protocol import Objective
 from dapo.training.parallel.holding import Replica, Sharded
-from dapo.training.parallel.ranks import ProcessRanks
+from dapo.training.parallel.ranks import ProcessRanks, join, open_address
+from dapo.training.parallel.shards import together
 from dapo.training.policy import Policy
 from dapo.training.trainer import Trainer
 from dapo.training.update_report import UpdateReport
+from dapo.util.memory import give_back_memory
 
+T = TypeVar("T")
 _LOST = ("Connection closed", "Connection reset", "Socket closed", "gloo", "NCCL", "Broken pipe", "Timed out")
+
+
+def _nothing() -> None: ...
 
 
 class PeerLostError(Exception):
@@ -53,13 +60,28 @@ class RankWorker:
         learner: that of one process, whose trainer is one of several; it is there once :meth:`build` was called.
     """
 
+    ranks: ProcessRanks
     learner: LocalLearner
 
-    def __init__(self, ranks: ProcessRanks, device: torch.device | str = "cpu") -> None:
-        """``ranks``: from :func:`dapo.training.parallel.ranks.join`. ``device``: of this rank."""
-        self.ranks, self.device = ranks, torch.device(device)
+    def __init__(self, rank: int, size: int, device: torch.device | str = "cpu") -> None:
+        """``rank`` of ``size``, computing on ``device``: ``cpu``, or one GPU."""
+        self.rank, self.size, self.device = rank, size, torch.device(device)
         self._closing = contextlib.ExitStack()
+        self._meeting: Any = None
         self._done: tuple[Any, UpdateReport] | None = None
+
+    def open(self, host: str) -> str:
+        """On rank 0 only: have the ranks meet on this machine, by the name or number ``host``. Returns the address."""
+        self._meeting, address = open_address(host, self.size)
+        return address
+
+    def join(self, address: str, timeout_s: float = 600.0) -> None:
+        """Meet the others at ``address``, which rank 0 has opened; all ranks at the same time.
+        ``timeout_s``: how long one waits for another at most, then and later."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self.ranks = join(self.rank, self.size, self._meeting or address, backend, timeout_s)
 
     def build(
         self,
@@ -69,7 +91,7 @@ class RankWorker:
         cpu_offload: bool = False,
         objective: Objective | None = None,
         faults: Path | None = None,
-    ) -> Facts:
+    ) -> None:
         """Load the model, and make the trainer.
 
         Args:
@@ -83,50 +105,50 @@ class RankWorker:
             UserError: it cannot be loaded, or not be trained this way.
         """
         self._closing.enter_context(determinism(config, self.device))
+        training, temperature = config.training, config.rollout.temperature
         dtype = getattr(torch, config.model.compute_dtype)
 
-        def load(turn_into: Callable[[Any, Replica], Any]) -> Any:
-            """One rank after the other where each reads all of it: the host's memory holds one whole model at a time."""
-            found = None
-            for rank in range(self.ranks.size):
-                if rank == self.ranks.rank or not sharded:
-                    model = load_trainable(source or config.model.path, config.model, "cpu" if sharded else self.device)
-                    held = Sharded(self.ranks, self.device, cpu_offload) if sharded else Replica(self.ranks, self.device)
-                    found = turn_into(begin_adapter(model, config.model, config.seed), held)
-                    if not sharded:
-                        return found
-                self.ranks.gather(None)
-            return found
-
-        def trainer(model: Any, held: Replica) -> Trainer:
+        def trainer() -> Trainer:
+            model = load_trainable(source or config.model.path, config.model, "cpu" if sharded else self.device)
             set_threads(config, model)
-            return Trainer(model, config.training, config.rollout.temperature, dtype, held)
+            return Trainer(begin_adapter(model, config.model, config.seed), training, temperature, dtype, held())
 
-        def frozen(model: Any, held: Replica) -> Policy:
-            return Trainer(model.requires_grad_(False), config.training, config.rollout.temperature, dtype, held).policy
+        def reference() -> Policy:
+            model, own = load_trainable(source or config.model.path, config.model, "cpu").requires_grad_(False), held()
+            own.take(model, dtype)
+            if self.device.type == "cuda":  # as the trainer's: its KL to itself is exactly 0 then
+                compile_layers(model)
+            return Policy(model, temperature, training.tokens_per_micro_batch, dtype, own)
 
-        reference = load(frozen) if sharded and config.algorithm.kl.mode != "off" else None
-        kl = AdaptiveKL(0.0, None, 1)
-        self.learner = LocalLearner(load(trainer), config, kl, objective, reference=reference)
-        if faults is not None and self.ranks.rank == 0:
+        def held() -> Replica:
+            return Sharded(self.ranks, self.device, cpu_offload) if sharded else Replica(self.ranks, self.device)
+
+        self._kl = AdaptiveKL(0.0, None, 1)
+        apart = self._in_turn(reference) if sharded and config.algorithm.kl.mode != "off" else None
+        made = self._in_turn(trainer) if sharded else together(self.ranks, trainer)
+        self.learner = LocalLearner(made, config, self._kl, objective, reference=apart)
+        if faults is not None and self.rank == 0:
             self.learner.trainer.faults = FaultFolder(faults)
-        self._kl = kl
-        return self.facts
+
+    def _in_turn(self, load: Callable[[], T]) -> T:
+        """One rank after the other, so that the memory of a host holds one whole model at a time."""
+        found = [together(self.ranks, load if rank == self.ranks.rank else _nothing) for rank in range(self.ranks.size)]
+        return next(one for one in found if one is not None)
 
     @property
     def facts(self) -> Facts:
         trainer = self.learner.trainer
         return Facts(trainer.version, trainer.updates, trainer.skipped_updates, trainer.learning_rate)
 
-    def perform(self, method: str, *args: Any) -> tuple[Any, Facts]:
-        """``self.method(*args)``, and the facts after it; of ranks other than the first, no result.
+    def perform(self, method: str, *args: Any, **keywords: Any) -> tuple[Any, Facts]:
+        """``self.method(...)``, and the facts after it; of ranks other than the first, no result.
 
         Raises:
             UserError: as every rank raises it.
             PeerLostError: another rank is gone.
         """
         try:
-            result = getattr(self, method)(*args)
+            result = getattr(self, method)(*args, **keywords)
         except UserError:
             raise
         except BaseException as error:
@@ -145,7 +167,7 @@ class RankWorker:
     def update(
         self, rate: tuple[int, float], fixed_rate: float | None, index: int, mini: TokenBatch, kl_coef: float
     ) -> UpdateReport:
-        """Update ``index`` of step ``rate[0]``; asked for a second time, its report.
+        """Update ``index`` of step ``rate[0]``; the last one once more is its report.
 
         Args:
             rate: step and spent share of the run, for the learning rate.
@@ -153,7 +175,18 @@ class RankWorker:
             mini: all of the mini-batch, on every rank.
             kl_coef: of a KL in the loss.
         """
-        ...
+        name = (rate[0], index)
+        if self._done is not None and self._done[0] == name:
+            return self._done[1]
+        trainer = self.learner.trainer
+        trainer.begin_step(*rate)
+        if fixed_rate is not None:  # a step that was resumed inside of it has one rate
+            trainer.set_learning_rate(fixed_rate)
+        self._kl.coef = kl_coef
+        report = trainer.update(mini, self.learner.inputs(mini), self.learner.watched_objective)
+        give_back_memory()
+        self._done = (name, report)
+        return report
 
     def publish(self) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
         """As :meth:`dapo.training.trainer.Trainer.publish`: whole tensors, one by one. Every rank takes all of them."""
@@ -161,8 +194,12 @@ class RankWorker:
 
     def save(self, folder: Path) -> None:
         """Write ``model`` and ``optimizer`` into ``folder``. Each is there whole or not at all."""
-        ...
+        self.learner.trainer.check_finite()
+        self.learner.trainer.save(folder / "model")
+        self.learner.trainer.save_state(folder / "optimizer")
 
     def load(self, folder: Path) -> None:
         """Go on from :meth:`save`, of any number of ranks or of one process."""
-        ...
+        self.learner.trainer.load(folder / "model")
+        self.learner.trainer.load_state(folder / "optimizer")
+        self._done = None
