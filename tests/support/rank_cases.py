@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -80,6 +82,21 @@ class RankOfTests(RankWorker):
         if self.rank < size:
             return function(self.sets[size], *args, **keywords)
         return None
+
+
+class WaitingWorker(RankWorker):
+    """One that can be told to wait."""
+
+    def wait(self, seconds):
+        """Rank 0 for rank 1, which sleeps."""
+        if self.rank == 1:
+            time.sleep(seconds)
+        self.ranks.gather(None)
+
+    def published(self):
+        """How many times; all tensors are taken."""
+        version, weights = self.publish()
+        return version if all(True for _ in weights) else None
 
 
 # --- what they run ------------------------------------------------------------------------------------------------

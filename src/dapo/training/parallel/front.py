@@ -130,36 +130,30 @@ class RankedLearner:
             raise self._failure
         calls = [asyncio.ensure_future(rank.call("perform", method, *args, **keywords)) for rank in self._ranks]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        late = set[Any]()
-        if any(call.done() and call.exception() for call in calls):
-            _, late = await asyncio.wait(calls, timeout=self._grace)
         errors = [call.exception() if call.done() else None for call in calls]
-        if not any(errors):
-            result, self.facts = calls[0].result()
-            return result
-        first = errors[0]
-        if isinstance(first, UserError) and all(isinstance(error, UserError) for error in errors):
-            raise first
-        self._failure = RankError(_told(method, errors, [number for number, call in enumerate(calls) if call in late]))
-        await self.close()
-        for call in late:
-            call.cancel()
-        raise self._failure
+        if any(errors):
+            # others may be about to say the same, or to say whose fault it was
+            patient = all(error is None or isinstance(error, UserError | PeerLostError) for error in errors)
+            await asyncio.wait(calls, timeout=self._grace if patient else 0)
+            errors = [call.exception() if call.done() else TimeoutError("it did not answer") for call in calls]
+            if isinstance(errors[0], UserError) and all(isinstance(error, UserError) for error in errors):
+                raise errors[0]
+            self._failure = RankError(_told(method, errors))
+            await self.close()
+            for call in calls:
+                call.cancel()
+            raise self._failure
+        result, self.facts = calls[0].result()
+        return result
 
 
-def _told(method: str, errors: Sequence[BaseException | None], late: Sequence[int]) -> str:
+def _told(method: str, errors: Sequence[BaseException | None]) -> str:
     """Whose error came before those of the others, which only lost it."""
-
-    def place(number: int) -> tuple[bool, bool]:
-        return isinstance(errors[number], PeerLostError), not isinstance(errors[number], RankDied)
-
-    failed = [number for number, error in enumerate(errors) if error is not None]
-    number = min(failed, key=place)
-    text = str(errors[number]) or type(errors[number]).__name__
-    waiting = f"; ranks {', '.join(map(str, late))} did not come to an end and were ended" if late else ""
+    weight = {RankDied: 0, TimeoutError: 2, PeerLostError: 3, type(None): 4}
+    number = min(range(len(errors)), key=lambda rank: weight.get(type(errors[rank]), 1))
     return (
-        f"rank {number} of {len(errors)} failed in {method}: {text}{waiting}. All ranks are ended; resume "
-        "the run, which goes on from its last checkpoint, on as many ranks as there are"
+        f"rank {number} of {len(errors)} failed in {method}: {str(errors[number]) or type(errors[number]).__name__}. "
+        "All ranks are ended; resume the run, which goes on from its last checkpoint, on as many ranks as there are"
     )
 
 

@@ -28,9 +28,6 @@ class Ranks:
     def add_up(self, tensor: torch.Tensor) -> None:
         """Put the sum over all ranks in its place."""
 
-    def abort(self) -> None:
-        """Break off what is exchanged, so that the others hear of it."""
-
 
 class ProcessRanks(Ranks):
     """The processes of a group of ``torch.distributed``."""
@@ -48,11 +45,6 @@ class ProcessRanks(Ranks):
 
     def add_up(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
-
-    def abort(self) -> None:
-        for group in {self.group, self._control}:
-            if hasattr(group, "abort"):
-                group.abort()
 
 
 def open_address(host: str, size: int) -> tuple[Any, str]:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from dapo.algorithm.kl import AdaptiveKL
 from dapo.config import Config
-from dapo.errors import UserError
 from dapo.model.compiling import compile_layers
 from dapo.model.placement import determinism, set_threads
 from dapo.records import FloatArray, TokenBatch
@@ -149,13 +148,9 @@ class RankWorker:
         """
         try:
             result = getattr(self, method)(*args, **keywords)
-        except UserError:
-            raise
-        except BaseException as error:
-            self.ranks.abort()  # the others wait for this one
-            if isinstance(error, dist.DistError) or (
-                isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
-            ):
+        except Exception as error:
+            lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+            if lost or isinstance(error, dist.DistError):
                 raise PeerLostError(str(error)) from error
             raise
         return (result if self.ranks.rank == 0 else None), self.facts
