@@ -95,10 +95,19 @@ def test_pairs_stay_whole(pool):
         assert_same(one, expected)
 
 
+@pytest.mark.parametrize("model", ["qwen2", "llama"])  # of the second the head is a tensor of its own
+@pytest.mark.parametrize("how", ["whole", "sharded"])
+def test_a_rank_that_has_nothing_adds_nothing(pool, how, model):
+    batch = packed(random_groups([(3, [5])]))  # one sequence for three ranks
+    expected = train(Ranks(), "whole", [batch, UPDATES[0]], model=model)
+    for one in pool(3, train, how, [batch, UPDATES[0]], model=model):
+        assert_same(one, expected)
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"model": "llama"},  # the head is a tensor of its own
+        {"model": "llama"},
         {"activation_checkpointing": True},
         {"offload_optimizer": True},
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,20 @@ def _in_type(model: Any, dtype: torch.dtype | None, exact: bool) -> dict[str, to
     for name, tensor in (adapter_parameters(model) or model.state_dict()).items():
         key = (tensor.data_ptr(), tensor.shape)
         if key not in made:
-            narrow = tensor.to(dtype) if tensor.is_floating_point() else tensor
-            if (exact and not torch.equal(narrow.to(tensor.dtype), tensor)) or not bool(narrow.isfinite().all()):
+            if not keeps([tensor], dtype, exact):
                 return None
-            made[key] = narrow.detach().cpu()
+            made[key] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu()
         found[name] = made[key]
     return found
+
+
+def keeps(tensors: Iterable[torch.Tensor], dtype: torch.dtype, exact: bool) -> bool:
+    """Whether ``dtype`` can hold them: no number becomes infinite, or, if ``exact``, another one."""
+    for tensor in tensors:
+        narrow = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+        if (exact and not torch.equal(narrow.to(tensor.dtype), tensor)) or not bool(narrow.isfinite().all()):
+            return False
+    return True
 
 
 def _complete_config(file: Path, source: Path | None, known: Mapping[str, Any]) -> None:

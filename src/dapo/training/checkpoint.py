@@ -6,7 +6,7 @@ disk and renamed: it is there whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +98,16 @@ def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Ma
 
 
 def load_tensors(
-    folder: Path, rows: Callable[[str], slice] | None = None
+    folder: Path, rows: Callable[[str, int], slice] | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What :func:`save_tensors` wrote: ``(tensors, metadata)``. ``rows``: those wanted of what belongs to a parameter.
+    """What :func:`save_tensors` wrote: ``(tensors, metadata)``. ``rows``: see :func:`read_tensors`.
 
     Raises:
         UserError: missing, damaged, or the tensors are not those that the metadata lists, or not finite: one update
             later the weights would not be either, and be blamed.
     """
     try:
-        tensors = {name: tensor for file in _files(folder) for name, tensor in _tensors(file, rows)}
+        tensors = read_tensors(folder, TENSORS, rows)
         metadata = read_json(folder / METADATA)
         listed = metadata.pop("tensors")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
@@ -125,18 +125,16 @@ def load_tensors(
     return tensors, metadata
 
 
-def _tensors(file: Path, rows: Callable[[str], slice] | None) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(file, "pt") as stored:
-        for key in stored.keys():  # noqa: SIM118
-            part = stored.get_slice(key)
-            whole = rows is None or not part.get_shape()
-            yield key, stored.get_tensor(key) if whole else part[rows(key.rpartition("/")[0])]
-
-
-def _files(folder: Path) -> list[Path]:
-    """Those that the index names; without one there is a single file."""
-    index = folder / INDEX
-    if not index.exists():
-        return [folder / TENSORS]
-    places = read_json(index)["weight_map"]
-    return [folder / name for name in sorted({Path(name).name for name in places.values()})]
+def read_tensors(folder: Path, name: str, rows: Callable[[str, int], slice] | None = None) -> dict[str, torch.Tensor]:
+    """Those in the file ``name`` of ``folder``, or in the files that an index beside it names.
+    ``rows``: of key and number of rows, those wanted; None: all. Raises what the readers of files raise."""
+    index = folder / f"{name}.index.json"
+    files = {Path(file).name for file in read_json(index)["weight_map"].values()} if index.exists() else {name}
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(files):
+        with safe_open(folder / file, "pt") as stored:
+            for key in stored.keys():  # noqa: SIM118
+                part = stored.get_slice(key)
+                whole = rows is None or not part.get_shape()
+                found[key] = stored.get_tensor(key) if whole else part[rows(key, part.get_shape()[0])]
+    return found

@@ -250,7 +250,7 @@ class Trainer:
                 "training.offload_optimizer they change part by part), so they are of no use. What to try: go on from "
                 "the last checkpoint with more free memory, on the device and in the host"
             )
-        weights = list(self._parameters.values())
+        weights: list[torch.Tensor] = list(self._parameters.values())
         # At the memory's speed: a large tensor by itself, all small ones in one pass, and one look at the device. A
         # sum is not finite if a number in it is not; should finite ones add up to more than a float, all are looked at.
         sums = [p.sum() for p in weights if p.numel() >= _LARGE]

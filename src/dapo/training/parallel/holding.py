@@ -6,26 +6,38 @@ mini-batch and weigh its tokens alike; each computes its own micro-batches, and 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, ModelError
 from dapo.model.adapters import changing_parameters, has_adapter
 from dapo.model.compiling import decoder_layers
-from dapo.training.checkpoint import load_tensors, load_weights, save_model, save_tensors
+from dapo.model.export import keeps, write_description
+from dapo.training.checkpoint import (
+    INDEX,
+    METADATA,
+    TENSORS,
+    load_tensors,
+    load_weights,
+    read_tensors,
+    save_model,
+    save_tensors,
+)
 from dapo.training.parallel.ranks import ProcessRanks, Ranks
-from dapo.training.parallel.shards import first_alone, read_rows, rows_of, together, write_model, write_tensors
+from dapo.training.parallel.shards import folder_of_all, write_shards
+from dapo.util.files import write_json
 
-BUCKET_NUMBERS = 2**26
-"""Numbers of gradients that are added up in one go."""
+MODEL = "model.safetensors"
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
@@ -58,18 +70,11 @@ class Replica:
         """Add up the gradients of all ranks, and put them in the ``grad`` of this rank's parameters."""
         if self.ranks.size == 1:
             return
-        mine = {name for name, p in parameters.items() if p.grad is not None}
-        used = set().union(*self.ranks.gather(mine))
-        gradients = []
-        for name, parameter in parameters.items():
-            if name in used:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                gradients.append(parameter.grad)
-        for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            self.ranks.add_up(flat)
-            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+        used = set().union(*self.ranks.gather({name for name, p in parameters.items() if p.grad is not None}))
+        for name in (name for name in parameters if name in used):
+            parameter = parameters[name]
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self.ranks.add_up(parameter.grad)
 
     def norm(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         """Of the gradient of the whole model."""
@@ -79,23 +84,20 @@ class Replica:
         """All rows of something that this rank has its rows of, such as the parameter ``name`` itself."""
         return values
 
-    # --- files ----------------------------------------------------------------------------------------------------
+    # --- files, as in training/checkpoint.py, by all ranks together -------------------------------------------------
 
     def save_model(self, model: Any, folder: Path, parameters: Parameters, **how: Any) -> None:
-        """As :func:`dapo.training.checkpoint.save_model`, by all ranks together."""
-        first_alone(self.ranks, lambda: save_model(model, folder, **how))
-
-    def save_tensors(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:
-        """As :func:`dapo.training.checkpoint.save_tensors`, by all ranks together."""
-        first_alone(self.ranks, lambda: save_tensors(folder, tensors, metadata))
+        self.ranks.together(lambda: save_model(model, folder, **how), alone=0)
 
     def load_weights(self, model: Any, folder: Path, parameters: Parameters) -> None:
-        """As :func:`dapo.training.checkpoint.load_weights`."""
-        together(self.ranks, lambda: load_weights(model, folder))
+        self.ranks.together(lambda: load_weights(model, folder))
+
+    def save_tensors(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:
+        self.ranks.together(lambda: save_tensors(folder, tensors, metadata), alone=0)
 
     def load_tensors(self, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """As :func:`dapo.training.checkpoint.load_tensors`; this rank's rows of each."""
-        return together(self.ranks, lambda: load_tensors(folder))
+        """This rank's rows of each."""
+        return self.ranks.together(lambda: load_tensors(folder))
 
 
 class Sharded(Replica):
@@ -179,24 +181,54 @@ class Sharded(Replica):
     # --- files ----------------------------------------------------------------------------------------------------
 
     def save_model(self, model: Any, folder: Path, parameters: Parameters, **how: Any) -> None:
-        write_model(self, model, folder, parameters, **how)
+        dtype = how.get("dtype") or torch.float32
+        fits = self.ranks.gather(keeps(parameters.values(), dtype, how.get("exact", False)))
+        kept = dtype if all(fits) else torch.float32
+        makers = {name: partial(self.whole, name, p.detach().to(kept)) for name, p in parameters.items()}
+        with folder_of_all(self.ranks, folder) as staging:
+            places = write_shards(self.ranks, staging, MODEL, makers)
+
+            def describe() -> None:
+                size = sum(p.numel() for p in self._sharded.values()) * kept.itemsize
+                write_json(staging / f"{MODEL}.index.json", {"metadata": {"total_size": size}, "weight_map": places})
+                config = copy.copy(model.config)
+                config.architectures = [type(model).__name__]
+                config.save_pretrained(staging)
+                write_description(model, staging, kept, how.get("stop_ids", ()))
+
+            self.ranks.together(describe, alone=0)
+
+    @torch.no_grad()
+    def load_weights(self, model: Any, folder: Path, parameters: Parameters) -> None:
+        """Raises ModelError: missing or damaged, or of another model."""
+
+        def load() -> None:
+            try:
+                found = read_tensors(folder, MODEL, self._rows)
+            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+                raise ModelError(f"{folder}: the weights cannot be read: {type(error).__name__}: {error}") from None
+            if any(name not in found or found[name].shape != p.shape for name, p in parameters.items()):
+                raise ModelError(f"{folder}: holds the weights of another model")
+            for name, parameter in parameters.items():
+                parameter.copy_(found[name])
+
+        self.ranks.together(load)
 
     def save_tensors(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:
-        write_tensors(self, folder, tensors, metadata)
+        makers = {key: partial(self.whole, key.rpartition("/")[0], tensor) for key, tensor in tensors.items()}
+        with folder_of_all(self.ranks, folder) as staging:
+            places = write_shards(self.ranks, staging, TENSORS, makers)
 
-    def load_weights(self, model: Any, folder: Path, parameters: Parameters) -> None:
-        read_rows(self, folder, parameters, {name: p.shape for name, p in self._sharded.items()})
+            def describe() -> None:
+                write_json(staging / INDEX, {"metadata": {}, "weight_map": places})
+                write_json(staging / METADATA, {**metadata, "tensors": sorted(tensors)})
+
+            self.ranks.together(describe, alone=0)
 
     def load_tensors(self, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return together(self.ranks, lambda: load_tensors(folder, self.rows))
+        return self.ranks.together(lambda: load_tensors(folder, self._rows))
 
-    def rows(self, name: str) -> slice:
-        """Which rows of the parameter ``name`` are this rank's; of one that is not there, all."""
-        return rows_of(self._sharded[name].shape[0], self.ranks) if name in self._sharded else slice(None)
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-    """In their order, of about :data:`BUCKET_NUMBERS` each."""
-    places = (end // BUCKET_NUMBERS for end in itertools.accumulate(t.numel() for t in tensors))
-    for _, bucket in itertools.groupby(zip(places, tensors, strict=True), key=lambda pair: pair[0]):
-        yield [tensor for _, tensor in bucket]
+    def _rows(self, _: str, count: int) -> slice:
+        """Which of ``count`` rows are this rank's, as FSDP2 deals them out."""
+        each = -(-count // self.ranks.size)
+        return slice(min(self.ranks.rank * each, count), min((self.ranks.rank + 1) * each, count))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,18 +25,14 @@ from dapo.training.learner import LocalLearner
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.objective_protocol import Objective
 from dapo.training.parallel.holding import Replica, Sharded
-from dapo.training.parallel.ranks import ProcessRanks, join, open_address
-from dapo.training.parallel.shards import together
+from dapo.training.parallel.ranks import ProcessRanks
 from dapo.training.policy import Policy
 from dapo.training.trainer import Trainer
 from dapo.training.update_report import UpdateReport
 from dapo.util.memory import give_back_memory
 
-T = TypeVar("T")
+_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
 _LOST = ("Connection closed", "Connection reset", "Socket closed", "gloo", "NCCL", "Broken pipe", "Timed out")
-
-
-def _nothing() -> None: ...
 
 
 class PeerLostError(Exception):
@@ -71,16 +68,21 @@ class RankWorker:
 
     def open(self, host: str) -> str:
         """On rank 0 only: have the ranks meet on this machine, by the name or number ``host``. Returns the address."""
-        self._meeting, address = open_address(host, self.size)
-        return address
+        self._meeting = _STORE(host, 0, self.size, is_master=True, wait_for_workers=False)
+        return f"{host}:{self._meeting.port}"
 
     def join(self, address: str, timeout_s: float = 600.0) -> None:
         """Meet the others at ``address``, which rank 0 has opened; all ranks at the same time.
         ``timeout_s``: how long one waits for another at most, then and later."""
-        if self.device.type == "cuda":
+        host, _, port = address.rpartition(":")
+        common: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+        store = self._meeting or _STORE(host, int(port), self.size, is_master=False, **common)
+        gpu = self.device.type == "cuda"
+        if gpu:
             torch.cuda.set_device(self.device)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        self.ranks = join(self.rank, self.size, self._meeting or address, backend, timeout_s)
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, **common)
+        self.ranks = ProcessRanks(control=dist.new_group(backend="gloo", **common) if gpu else None)
 
     def build(
         self,
@@ -124,15 +126,15 @@ class RankWorker:
 
         self._kl = AdaptiveKL(0.0, None, 1)
         apart = self._in_turn(reference) if sharded and config.algorithm.kl.mode != "off" else None
-        made = self._in_turn(trainer) if sharded else together(self.ranks, trainer)
+        made = self._in_turn(trainer) if sharded else self.ranks.together(trainer)
         self.learner = LocalLearner(made, config, self._kl, objective, reference=apart)
         if faults is not None and self.rank == 0:
             self.learner.trainer.faults = FaultFolder(faults)
 
-    def _in_turn(self, load: Callable[[], T]) -> T:
+    def _in_turn(self, load: Callable[[], Any]) -> Any:
         """One rank after the other, so that the memory of a host holds one whole model at a time."""
-        found = [together(self.ranks, load if rank == self.ranks.rank else _nothing) for rank in range(self.ranks.size)]
-        return next(one for one in found if one is not None)
+        found = [self.ranks.together(load, alone=rank) for rank in range(self.size)]
+        return found[self.rank]
 
     @property
     def facts(self) -> Facts:
