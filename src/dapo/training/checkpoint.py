@@ -135,6 +135,6 @@ def read_tensors(folder: Path, name: str, rows: Callable[[str, int], slice] | No
         with safe_open(folder / file, "pt") as stored:
             for key in stored.keys():  # noqa: SIM118
                 part = stored.get_slice(key)
-                whole = rows is None or not part.get_shape()
-                found[key] = stored.get_tensor(key) if whole else part[rows(key, part.get_shape()[0])]
+                shape = part.get_shape()
+                found[key] = part[rows(key, shape[0])] if rows and shape else stored.get_tensor(key)
     return found

@@ -29,7 +29,7 @@ class Ranks:
     def add_up(self, tensor: torch.Tensor) -> None:
         """Put the sum over all ranks in its place."""
 
-    def together(self, work: Callable[[], Any], alone: int | None = None) -> Any:
+    def together(self, work: Callable[[], T], alone: int | None = None) -> T:
         """What ``work``, which exchanges nothing, gives here. Where it fails on one rank, it fails on all; the others
         say whose error it was. ``alone``: the only rank that does it."""
         result, failure = None, None
@@ -42,7 +42,7 @@ class Ranks:
             raise failure
         for line in filter(None, told):
             raise UserError(line)
-        return result
+        return result  # type: ignore[return-value]
 
 
 class ProcessRanks(Ranks):

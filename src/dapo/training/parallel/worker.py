@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from dapo.training.trainer import Trainer
 from dapo.training.update_report import UpdateReport
 from dapo.util.memory import give_back_memory
 
+T = TypeVar("T")
 _STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
 _LOST = ("Connection closed", "Connection reset", "Socket closed", "gloo", "NCCL", "Broken pipe", "Timed out")
 
@@ -131,10 +132,14 @@ class RankWorker:
         if faults is not None and self.rank == 0:
             self.learner.trainer.faults = FaultFolder(faults)
 
-    def _in_turn(self, load: Callable[[], Any]) -> Any:
+    def _in_turn(self, load: Callable[[], T]) -> T:
         """One rank after the other, so that the memory of a host holds one whole model at a time."""
         found = [self.ranks.together(load, alone=rank) for rank in range(self.size)]
         return found[self.rank]
+
+    def use(self, config: Config) -> None:
+        """Go on with other settings."""
+        self.learner.use(config)
 
     @property
     def facts(self) -> Facts:
@@ -188,6 +193,10 @@ class RankWorker:
     def publish(self) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
         """As :meth:`dapo.training.trainer.Trainer.publish`: whole tensors, one by one. Every rank takes all of them."""
         return self.learner.publish()
+
+    def export(self, folder: Path, **how: Any) -> None:
+        """As :meth:`dapo.training.trainer.Trainer.save`: the weights, for other programs too."""
+        self.learner.trainer.save(folder, **how)
 
     def save(self, folder: Path) -> None:
         """Write ``model`` and ``optimizer`` into ``folder``. Each is there whole or not at all."""
