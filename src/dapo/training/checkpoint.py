@@ -64,9 +64,9 @@ def load_optimizer(
     parameters: Mapping[str, torch.Tensor],
     folder: Path,
     tensors: Mapping[str, torch.Tensor],
-    counters: Mapping[str, Any],
-) -> None:
-    """Continue with what :func:`load_tensors` found in ``folder``; settings of the optimizer stay.
+    counters: dict[str, Any],
+) -> dict[str, Any]:
+    """Continue with what :func:`load_tensors` found in ``folder``, and return the counters; settings of the optimizer stay.
     ``optimizer``: of ``parameters``, in their order. Raises UserError: it is of another model."""
     numbers = {name: i for i, name in enumerate(parameters)}
     states: dict[int, dict[str, torch.Tensor]] = {}
@@ -78,6 +78,7 @@ def load_optimizer(
     if int(counters["updates"]) > int(counters["skipped_updates"]) and not states:
         raise UserError(f"{folder}: holds no moments of the optimizer, though there were updates")
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    return counters
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:

@@ -40,10 +40,15 @@ class Policy:
         return self.held.device(self.model)
 
     def parts(self, batch: TokenBatch, whole_groups: bool = False) -> Iterator[MicroBatch]:
-        """What this rank is to compute of a batch."""
+        """What this rank is to compute of a batch, each to be computed before the next one is taken."""
         share = (self.held.ranks.rank, self.held.ranks.size)
         budget, lockstep = self.tokens_per_micro_batch, self.held.lockstep
-        return micro_batches(batch, budget, self.device, whole_groups, share, lockstep)
+        parts = micro_batches(batch, budget, self.device, whole_groups, share, lockstep)
+        following = next(parts, None)
+        while (part := following) is not None:
+            following = next(parts, None)
+            self.held.begin_pass(last=following is None)
+            yield part
 
     def evaluate(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """One forward pass, with gradient if enabled: ``(logprobs [R], entropy [R])`` of the response tokens."""
@@ -79,7 +84,6 @@ class Policy:
         Raises ConfigError: a sequence is longer than the budget."""
         out = torch.zeros(batch.num_response_tokens, device=self.device)
         for part in self.parts(batch):
-            self.held.begin_pass()
             logprobs = self.evaluate(part)[0]
             if not part.empty:
                 out[part.index] = logprobs

@@ -228,11 +228,8 @@ class Trainer:
             self._unpublished = False
             known = [*self._updates_at.items(), (self.version, self.updates)]
             self._updates_at = dict(known[-MOST_STALE - 1 :])  # never changed in place: a snapshot has the same one
-        return self.version, self._weights()
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        held = self.policy.held
-        yield from ((name, held.whole(name, p.detach())) for name, p in self._published.items())
+        whole = self.policy.held.whole
+        return self.version, ((name, whole(name, p.detach())) for name, p in self._published.items())
 
     def updates_behind(self, versions: IntArray) -> FloatArray:
         """Optimizer updates from the weights of each of these versions, ``MOST_STALE`` old at most, to those of now."""
@@ -302,8 +299,8 @@ class Trainer:
     def load_state(self, folder: Path) -> None:
         """Continue from :meth:`save_state`. Learning rate and other settings stay those of the config.
         Raises UserError: missing or damaged, or of another model."""
-        tensors, counters = self.policy.held.load_tensors(folder)
-        load_optimizer(self._optimizer, self._parameters, folder, tensors, counters)
+        found = self.policy.held.load_tensors(folder)
+        counters = load_optimizer(self._optimizer, self._parameters, folder, *found)
         self.version = int(counters["version"])
         self.updates = int(counters["updates"])
         self.skipped_updates = int(counters["skipped_updates"])
@@ -322,11 +319,7 @@ class Trainer:
     ) -> None:
         """Add up gradient, loss and statistics over micro-batches."""
         held = self.policy.held
-        parts = self.policy.parts(batch, unit_of(objective) == "pair")
-        following = next(parts, None)
-        while (part := following) is not None:
-            following = next(parts, None)
-            held.begin_pass(last=following is None)
+        for part in self.policy.parts(batch, unit_of(objective) == "pair"):
             if part.empty:
                 if held.lockstep:
                     torch.autograd.backward(self.policy.evaluate(part)[0].sum() * 0)

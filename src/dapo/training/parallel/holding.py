@@ -60,7 +60,7 @@ class Replica:
         """Hold ``model`` from now on: what training may change by name, as this rank has it. Tied ones come once."""
         return changing_parameters(model)
 
-    def begin_pass(self, last: bool = True) -> None:
+    def begin_pass(self, last: bool) -> None:
         """Before each forward pass; ``last``: the gradients are wanted after its backward pass."""
 
     def end_passes(self) -> None:
@@ -148,7 +148,7 @@ class Sharded(Replica):
             raise RuntimeError("the tied head was untied")
         return {name: nn.Parameter(p.to_local().detach(), p.requires_grad) for name, p in self._sharded.items()}
 
-    def begin_pass(self, last: bool = True) -> None:
+    def begin_pass(self, last: bool) -> None:
         self._root.set_requires_gradient_sync(last, recurse=False)
         self._root.set_reshard_after_backward(last, recurse=False)
 
