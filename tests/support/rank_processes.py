@@ -58,7 +58,10 @@ class RankProcess:
         return result
 
     async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
-        self.send(method, *args, **keywords)
+        try:
+            self.send(method, *args, **keywords)
+        except OSError:
+            raise RankDied(f"its process ended with exit code {self.process.exitcode}") from None
         return await asyncio.get_running_loop().run_in_executor(None, self.receive)
 
     async def end(self) -> None:

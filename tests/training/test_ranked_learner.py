@@ -14,7 +14,7 @@ from training_cases import SHAPE, packed, random_groups, weights_of
 
 from dapo.algorithm.kl import AdaptiveKL
 from dapo.config import build_config, nested
-from dapo.errors import ConfigError, NumericalError
+from dapo.errors import ConfigError, ModelError, NumericalError
 from dapo.model.loading import load_model
 from dapo.training.learner import LocalLearner
 from dapo.training.parallel.front import RankDied, RankedLearner, RankError
@@ -81,6 +81,8 @@ def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
     columns = asyncio.run(two_updates(alone, expected)).columns
 
     async def work(learner: RankedLearner, processes: list[RankProcess]) -> None:
+        with pytest.raises(ModelError, match="no such folder"):  # on every rank, and they go on
+            await learner.call("build", config, str(tmp_path / "none"))
         step = Step()
         batch = await two_updates(learner, step)
         assert batch.columns.keys() == columns.keys() and "reference" in columns

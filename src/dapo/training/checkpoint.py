@@ -66,7 +66,7 @@ def load_optimizer(
     tensors: Mapping[str, torch.Tensor],
     counters: dict[str, Any],
 ) -> dict[str, Any]:
-    """Continue with what :func:`load_tensors` found in ``folder``, and return the counters; settings of the optimizer stay.
+    """Continue with what :func:`load_tensors` found in ``folder``; settings of the optimizer stay. Returns the rest.
     ``optimizer``: of ``parameters``, in their order. Raises UserError: it is of another model."""
     numbers = {name: i for i, name in enumerate(parameters)}
     states: dict[int, dict[str, torch.Tensor]] = {}

@@ -69,7 +69,7 @@ class RankedLearner:
         """Have the ranks meet at ``host``, the machine of rank 0, and load the model; arguments are those of
         :meth:`~dapo.training.parallel.worker.RankWorker.build`."""
         address = await self._ranks[0].call("open", host)
-        await asyncio.gather(*(rank.call("join", address) for rank in self._ranks))
+        await self._on_all("join", "join", address)
         await self.call("build", *args, **keywords)
 
     @property
@@ -123,12 +123,13 @@ class RankedLearner:
             UserError: what every rank raised: they can go on.
             RankError: a rank died or failed alone. The others were told and are ended.
         """
-        return await _to_its_end(self._call(method, args, keywords))
+        result, self.facts = (await _to_its_end(self._on_all(method, "perform", method, *args, **keywords)))[0]
+        return result
 
-    async def _call(self, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    async def _on_all(self, what: str, *call: Any, **keywords: Any) -> list[Any]:
         if self._failure is not None:
             raise self._failure
-        calls = [asyncio.ensure_future(rank.call("perform", method, *args, **keywords)) for rank in self._ranks]
+        calls = [asyncio.ensure_future(rank.call(*call, **keywords)) for rank in self._ranks]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         errors = [call.exception() if call.done() else None for call in calls]
         if any(errors):
@@ -138,21 +139,20 @@ class RankedLearner:
             errors = [call.exception() if call.done() else TimeoutError("it did not answer") for call in calls]
             if isinstance(errors[0], UserError) and all(isinstance(error, UserError) for error in errors):
                 raise errors[0]
-            self._failure = RankError(_told(method, errors))
+            self._failure = RankError(_told(what, errors))
             await self.close()
             for call in calls:
                 call.cancel()
             raise self._failure
-        result, self.facts = calls[0].result()
-        return result
+        return [call.result() for call in calls]
 
 
-def _told(method: str, errors: Sequence[BaseException | None]) -> str:
+def _told(what: str, errors: Sequence[BaseException | None]) -> str:
     """Whose error came before those of the others, which only lost it."""
     weight = {RankDied: 0, TimeoutError: 2, PeerLostError: 3, type(None): 4}
     number = min(range(len(errors)), key=lambda rank: weight.get(type(errors[rank]), 1))
     return (
-        f"rank {number} of {len(errors)} failed in {method}: {str(errors[number]) or type(errors[number]).__name__}. "
+        f"rank {number} of {len(errors)} failed in {what}: {str(errors[number]) or type(errors[number]).__name__}. "
         "All ranks are ended; resume the run, which goes on from its last checkpoint, on as many ranks as there are"
     )
 

@@ -125,9 +125,9 @@ class RankWorker:
         def held() -> Replica:
             return Sharded(self.ranks, self.device, cpu_offload) if sharded else Replica(self.ranks, self.device)
 
-        self._kl = AdaptiveKL(0.0, None, 1)
         apart = self._in_turn(reference) if sharded and config.algorithm.kl.mode != "off" else None
         made = self._in_turn(trainer) if sharded else self.ranks.together(trainer)
+        self._kl = AdaptiveKL(0.0, None, 1)
         self.learner = LocalLearner(made, config, self._kl, objective, reference=apart)
         if faults is not None and self.rank == 0:
             self.learner.trainer.faults = FaultFolder(faults)
