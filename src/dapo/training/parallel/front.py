@@ -126,10 +126,10 @@ class RankedLearner:
         result, self.facts = (await _to_its_end(self._on_all(method, "perform", method, *args, **keywords)))[0]
         return result
 
-    async def _on_all(self, what: str, *call: Any, **keywords: Any) -> list[Any]:
+    async def _on_all(self, what: str, *request: Any, **keywords: Any) -> list[Any]:
         if self._failure is not None:
             raise self._failure
-        calls = [asyncio.ensure_future(rank.call(*call, **keywords)) for rank in self._ranks]
+        calls = [asyncio.ensure_future(rank.call(*request, **keywords)) for rank in self._ranks]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         errors = [call.exception() if call.done() else None for call in calls]
         if any(errors):
