@@ -42,6 +42,7 @@ def trainer_of(held=None, model="qwen2", dtype="float32", lora=None, **settings)
         config = ModelConfig(path=str(lora / "base"), lora={"rank": 4})
         loaded = begin_adapter(load_trainable(config.path, config), config, 0)
     defaults = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.5, "tokens_per_micro_batch": 64}
+    defaults["adam_epsilon"] = 1e-4  # with a small one, a gradient that is noise alone moves a weight by the whole rate
     return Trainer(loaded, TrainingConfig(**(defaults | settings)), 1.0, getattr(torch, dtype), held)
 
 

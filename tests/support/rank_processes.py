@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,6 +44,7 @@ class RankProcess:
         self.process = context.Process(target=_serve, args=(theirs, make, args, sys.path), daemon=True)
         self.process.start()
         theirs.close()
+        self._reaping = threading.Lock()  # two threads that wait for one process may both miss its end
 
     def send(self, method: str, *args: Any, **keywords: Any) -> None:
         self._pipe.send((method, args, keywords))
@@ -51,8 +53,7 @@ class RankProcess:
         try:
             result, error = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            self.process.join(5)
-            raise RankDied(f"its process ended with exit code {self.process.exitcode}") from None
+            raise RankDied(f"its process ended with exit code {self.exit_code()}") from None
         if error is not None:
             raise error
         return result
@@ -61,7 +62,7 @@ class RankProcess:
         try:
             self.send(method, *args, **keywords)
         except OSError:
-            raise RankDied(f"its process ended with exit code {self.process.exitcode}") from None
+            raise RankDied(f"its process ended with exit code {self.exit_code()}") from None
         return await asyncio.get_running_loop().run_in_executor(None, self.receive)
 
     async def end(self) -> None:
@@ -69,7 +70,13 @@ class RankProcess:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.join(5)
+        self.exit_code()
+
+    def exit_code(self) -> int | None:
+        """Of a process that is ending; None: it does not."""
+        with self._reaping:
+            self.process.join(10)
+            return self.process.exitcode
 
 
 def on_all(processes: list[RankProcess], method: str, *args: Any, **keywords: Any) -> list[Any]:

@@ -27,8 +27,8 @@ from rank_processes import RankProcess
 
 RECIPE = {"rollout.max_response_length": 20, "algorithm.overlong_buffer.len": 4, "data.max_prompt_length": 8,
           "rollout.prompts_per_step": 4, "training.groups_per_update": 2, "training.tokens_per_micro_batch": 64,
-          "training.learning_rate": 1e-3, "training.warmup_steps": 2, "algorithm.kl.mode": "loss",
-          "algorithm.kl.coef": 0.05, "algorithm.proximal": "recompute"}  # fmt: skip
+          "training.learning_rate": 1e-3, "training.adam_epsilon": 1e-4, "training.warmup_steps": 2,
+          "algorithm.kl.mode": "loss", "algorithm.kl.coef": 0.05, "algorithm.proximal": "recompute"}  # fmt: skip
 BATCH = packed(random_groups(SHAPE))
 
 
@@ -57,7 +57,7 @@ async def with_ranks(work: Any, *args: Any, **keywords: Any) -> Any:
         return await work(learner, processes)
     finally:
         await learner.close()
-        assert not any(process.process.is_alive() for process in processes)
+        assert None not in [process.exit_code() for process in processes]
 
 
 def local(config: Any, model: str) -> LocalLearner:
