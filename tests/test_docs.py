@@ -376,6 +376,18 @@ def test_names_elsewhere_for_asynchronous_training_are_answered_with_ours() -> N
             assert ours in nearest_key(name), f"{name}: {nearest_key(name)}"
 
 
+def test_names_elsewhere_of_the_table_of_keys_are_answered_with_ours() -> None:
+    rows = re.findall(r"^\| `([^`]+)`[^|]*\|([^|]*)\|([^|]*)\|([^|]*)\|$", _page("coming-from"), re.M)
+    rows = [(ours, [set(re.findall(r"`(?:--)?([a-z_.]+)`", cell)) for cell in cells]) for ours, *cells in rows]
+    names = {(ours, *cell) for ours, cells in rows for cell in cells if len(cell) == 1}  # no products, no values
+    asked = {(ours, name) for ours, name in names if "_" in name or "." in name}
+    assert len(asked) > 50
+    assert {(ours, name) for ours, name in asked if ours not in nearest_key(name)} == {
+        ("algorithm.overlong_buffer.len", "get_soft_overlong_punishment"),  # a function
+        ("training.tokens_per_micro_batch", "per_device_train_batch_size"),  # in samples, which ours are not
+    }
+
+
 def test_names_of_the_other_systems_and_ours_exist() -> None:
     trl = pytest.importorskip("trl")
     known = {field.name for field in dataclasses.fields(trl.GRPOConfig)}

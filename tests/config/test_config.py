@@ -826,7 +826,7 @@ def test_names_of_other_systems_lead_to_keys_that_exist_and_values_that_they_tak
     for answer in ELSEWHERE.values():
         for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", answer):
             assert key in all_keys(), answer
-        for setting in re.findall(r"[a-z_.]+\.[a-z_]+=\w+", answer):
+        for setting in re.findall(r"[a-z_.]+\.[a-z_]+=[\w-]+", answer):
             load(RECIPE, setting)
 
 
@@ -852,12 +852,73 @@ def test_a_value_of_another_system_is_answered_with_ours(message: Message, setti
     assert f"did you mean {setting.partition('=')[0]}={meant}?" in message(RECIPE, setting)
 
 
-@pytest.mark.parametrize("word", ["hardware", "gpus", "distributed", "rollout.workers"])
-def test_what_is_not_there_yet_is_said(message: Message, word: str) -> None:
-    assert f"{word}: unknown key; not there yet: one process" in message(RECIPE, f"{word}=8")
+WORDS = {  # as recipes of other systems and articles have them, with the key that is meant
+    "policy": "model",
+    "reward_model": "reward",
+    "trainer": "training",
+    "orchestrator": "rollout",
+    "trainer.total_training_steps": "training.steps",
+    "clip_ratio": "algorithm.clip_ratio_low",
+    "kl_penalty": "algorithm.kl.mode",
+    "batch_size": "rollout.prompts_per_step",
+    "evaluation.batch_size": "rollout.max_concurrent_samples",
+    "workers": "reward.workers",
+    "orchestrator.group_size": "rollout.samples_per_prompt",
+    "filter_groups": "algorithm.filter_groups.enable",
+    "algorithm.dynamic_sampling": "algorithm.filter_groups.enable",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl.coef",
+    "algorithm.name": "algorithm.objective",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.n": "rollout.samples_per_prompt",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_ratio_high",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "training.groups_per_update",
+    "actor_rollout_ref.actor.optim.lr": "training.learning_rate",
+    "reward_model.overlong_buffer.len": "algorithm.overlong_buffer.len",
+    "reward_model.path": "reward.path",
+    "trainer.seed": "seed",
+    "trainer.save_freq": "run.save_every",
+    "trainer.logger": "run.trackers",
+    "data.train_batch_size": "rollout.prompts_per_step",
+    "max_new_tokens": "rollout.max_response_length",
+    "rollout.max_tokens": "rollout.max_response_length",
+    "rollout.gpu_memory_utilization": "rollout.cache_gib",
+    "model.name": "model.path",
+    "bf16": "model.compute_dtype",
+    "gradient_checkpointing": "training.activation_checkpointing",
+    "training.epochs": "training.steps",
+    "evaluation.steps": "evaluation.every",
+    "run.save_steps": "run.save_every",
+}
+NOT_THERE = [
+    "hardware",
+    "gpus",
+    "distributed",
+    "n_gpus_per_node",
+    "runtime.num_gpus",
+    "rollout.tensor_parallel_size",
+    "ray",
+]
 
 
-@pytest.mark.parametrize("key", ["rollout.shard", "cluster", "no.such.section"])
+@pytest.mark.parametrize("word", [*WORDS, *NOT_THERE])
+def test_a_word_of_another_system_is_answered_with_the_key_that_is_meant(message: Message, word: str) -> None:
+    said = message(RECIPE, f"{word}=8")
+    meant = f"did you mean {WORDS[word]}" if word in WORDS else "not there yet"
+    assert re.search(rf"{re.escape(word)}: unknown key; {re.escape(meant)}(?![\w.])", said), said
+
+
+def test_a_section_that_is_only_switched_on_is_understood(load: Load) -> None:
+    on = load(RECIPE, "algorithm.filter_groups=true").algorithm
+    assert on.filter_groups.enable and not load(RECIPE, "algorithm.filter_groups=false").algorithm.filter_groups.enable
+
+
+@pytest.mark.parametrize("key", ["rollout.shard", "cluster.share", "hardware.share", "deepspeed_config", "no.such"])
+def test_no_key_of_an_unrelated_section_is_suggested(key: str) -> None:
+    assert "did you mean" not in nearest_key(key)
+
+
+@pytest.mark.parametrize("key", ["rollout.shard", "shards", "no.such.section"])
 def test_no_key_of_an_unrelated_section_is_suggested_for_being_a_little_like_it(key: str) -> None:
     assert nearest_key(key).startswith("valid here: ")
 

@@ -28,9 +28,9 @@ POINTS = {
     "evaluation": "dapo.orchestrator.evaluator:evaluate",
     "metrics file": "dapo.observe.metrics:json_line",
     "samples": "dapo.observe.samples:write_atomic",
-    "model": "dapo.training.trainer:save_model",
+    "model": "dapo.training.parallel.holding:save_model",
     "tokenizer": "transformers:PreTrainedTokenizerBase.save_pretrained",
-    "optimizer": "dapo.training.trainer:save_optimizer",
+    "optimizer": "dapo.training.parallel.holding:save_tensors",
 }
 """Calls of the program that a fault can wait for, beside "save": a file opened in ``checkpoints/``, whoever does it."""
 

@@ -31,14 +31,23 @@ decoding       2 x 4 V s in a step of the rollout
 Prediction and measurement are compared in tests/checks/test_doctor_memory.py; the libraries themselves (about half a
 GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
 while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
+<<<<<<< HEAD
 the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case,
 and vLLM's, which takes all of cache_gib: the learner has not given its memory back when vLLM wakes.
 An engine on another device (``rollout.device``) is not in it."""
+=======
+the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case.
+An engine on another device (``rollout.device``) is not in it.
+
+Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
+the whole engine. The casts are then what is whole at a time: of two layers (one at work, one on its way) b a number,
+and 4 for its gradient; 4 and 4 of what lies outside of the layers. An adapter and its base are whole on every rank."""
+>>>>>>> h/p2
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -104,8 +113,12 @@ class Memory:
         parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
         return int(_HOLES * (parts + max(self.logits, self.decoding)))
 
+    def parts(self) -> dict[str, int]:
+        """Those of the device's memory, by name."""
+        return {part.name.replace("_", " "): getattr(self, part.name) for part in fields(self) if part.name != "host"}
+
     def told(self, on_gpu: bool) -> str:
-        parts = {part.name.replace("_", " "): getattr(self, part.name) for part in fields(self) if part.name != "host"}
+        parts = self.parts()
         text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size >= GIB / 200)
         text = f"{text} GiB" if text else "each part less than 0.01 GiB"
         text += ", of which rollout and update take turns" if on_gpu else ""
@@ -121,15 +134,16 @@ def checkpoint_bytes(trained: int) -> int:
     return 12 * trained
 
 
-def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
+def predict_memory(config: Config, shape: Any, on_gpu: bool = False, ranks: int = 1) -> Memory:
     """See the module for the formulas. ``shape``: a model of the run's architecture, with its adapter if it trains one,
-    on any device; only shapes and the config are looked at."""
+    on any device; only shapes and the config are looked at. ``ranks``: GPUs that share the training."""
     text = shape.config.get_text_config()
     rollout, training = config.rollout, config.training
     parameters = sum(p.numel() for p in shape.parameters())  # tied embeddings, in two places, count once
     trained = trained_of(shape)
+    held = trained if has_adapter(shape) else -(-trained // ranks)
     width = _width(config)
-    longest, rows = _longest(config), _rows(config)
+    longest, rows = _longest(config), _rows(config, ranks)
     cache = rows * longest * _pairs(text) * text.num_hidden_layers * width
     if on_gpu and rollout.cache_gib is not None:
         cache = int(rollout.cache_gib * GIB) if rollout.engine == "vllm" else min(cache, int(rollout.cache_gib * GIB))
@@ -138,25 +152,39 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
     vllm = 0 if apart or rollout.engine != "vllm" else width * parameters
     second = bool(config.ahead) and config.evaluation.while_sampling == "copy"
     update = training.groups_per_update * rollout.samples_per_prompt * longest
-    tokens = min(training.tokens_per_micro_batch, update)
+    tokens = min(training.tokens_per_micro_batch, max(longest, update // ranks))
     chunk = min(tokens, chunk_rows(torch.device("cuda" if on_gpu else "cpu"), text.vocab_size)) * text.vocab_size
     narrow = on_gpu and width == 2
     offloaded = on_gpu and training.offload_optimizer
     largest = max(parameter.numel() for parameter in changing_parameters(shape).values())
     return Memory(
+<<<<<<< HEAD
         weights=4 * trained + width * (parameters - trained),
         gradients=4 * trained,
         adam=0 if offloaded else 8 * trained,
         engine=0 if apart else (vllm or width * trained) + second * width * trained,
         reference=0 if config.algorithm.kl.mode == "off" else 4 * trained,
         casts=0 if width == 4 else _casts(config, shape),
+=======
+        weights=4 * held + width * (parameters - trained),
+        gradients=4 * held,
+        adam=0 if offloaded else 8 * held,
+        engine=engines * width * trained,
+        reference=0 if config.algorithm.kl.mode == "off" else 4 * held,
+        casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
+>>>>>>> h/p2
         cache=0 if apart or stays else cache,
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=6 * chunk + 6 * _trained_in(shape.get_output_embeddings(), shape) if narrow else 12 * chunk,
         decoding=0 if apart else 8 * text.vocab_size * rows,
         at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
+<<<<<<< HEAD
         streamed=8 * min(trained, max(GROUP_NUMBERS, largest)) if offloaded else 0,
         host=8 * trained * offloaded + vllm * (on_gpu and not config.cache_stays),
+=======
+        streamed=8 * min(held, max(GROUP_NUMBERS, largest)) if offloaded else 0,
+        host=8 * held if offloaded else 0,
+>>>>>>> h/p2
         cache_that_stays=cache if stays and not apart else 0,
     )
 
@@ -169,13 +197,14 @@ def _longest(config: Config) -> int:
     return config.data.max_prompt_length + config.rollout.max_response_length
 
 
-def _rows(config: Config) -> int:
-    """Sequences that the cache has room for: all that may be, where every shape is pinned."""
+def _rows(config: Config, ranks: int) -> int:
+    """Sequences that the cache of a rank has room for: all that may be, where every shape is pinned."""
     rollout = config.rollout
     if config.runtime.deterministic:
         return rollout.max_concurrent_samples
     batches = 1 + config.ahead
-    return min(rollout.max_concurrent_samples, batches * rollout.prompts_per_step * rollout.samples_per_prompt)
+    groups = -(-batches * rollout.prompts_per_step // ranks)
+    return min(rollout.max_concurrent_samples, groups * rollout.samples_per_prompt)
 
 
 def _head_dim(text: Any) -> int:
@@ -190,6 +219,18 @@ def _casts(config: Config, shape: Any) -> int:
     """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time."""
     layers = decoder_layers(shape)
     return 2 * _trained_in(layers, shape) // (max(1, len(layers)) if config.training.activation_checkpointing else 1)
+
+
+def _gathered(config: Config, shape: Any) -> int:
+    """Bytes of what FSDP2 has whole at a time; the head's gradient is among the logits."""
+    layers, outside, head = outside_layers(shape)
+    return 8 * outside - 4 * head + (2 * _width(config) + 4) * layers // max(1, len(decoder_layers(shape)))
+
+
+def outside_layers(shape: Any) -> tuple[int, int, int]:
+    """Trained parameters in the layers, outside of them, and of the latter those of the head."""
+    inside = _trained_in(decoder_layers(shape), shape)
+    return inside, trained_of(shape) - inside, _trained_in(shape.get_output_embeddings(), shape)
 
 
 def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
@@ -330,10 +371,16 @@ def shortage_explained(config: Config, model: Any) -> Iterator[None]:
 
 def smaller(config: Config, shape: Any, free: float, on_gpu: bool) -> str:
     """Keys with values with which it fits with ease; or, if no setting is enough, what is."""
+    found, least = easing(config, free, on_gpu, lambda other: predict_memory(other, shape, on_gpu).total(on_gpu))
+    told = settings_line(found)
+    if least <= _TIGHT * free:
+        return told
+    adapter = "" if has_adapter(shape) else "model.lora.rank=16, which trains an adapter only, or "
+    return f"{adapter}a smaller model, or {gib(least / _TIGHT)} free{f' and {told}' if told else ''}"
 
-    def total(config: Config) -> int:
-        return predict_memory(config, shape, on_gpu).total(on_gpu)
 
+def easing(config: Config, free: float, on_gpu: bool, total: Callable[[Config], float]) -> tuple[dict[str, Any], float]:
+    """Settings with which it fits with ease, or that take least; and the ``total`` of them."""
     found: dict[str, Any] = {}
     least = total(config)
     for key, value in 2 * list(_cheaper(config, on_gpu)):  # twice, as what is second largest at first counts later
@@ -343,11 +390,11 @@ def smaller(config: Config, shape: Any, free: float, on_gpu: bool) -> str:
             found[key] = value
         if least <= _TIGHT * free:
             break
-    told = " ".join(f"{key}={str(value).lower()}" for key, value in found.items())
-    if least <= _TIGHT * free:
-        return told
-    adapter = "" if has_adapter(shape) else "model.lora.rank=16, which trains an adapter only, or "
-    return f"{adapter}a smaller model, or {gib(least / _TIGHT)} free{f' and {told}' if told else ''}"
+    return found, least
+
+
+def settings_line(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={str(value).lower()}" for key, value in settings.items())
 
 
 def _cheaper(config: Config, on_gpu: bool) -> Iterator[tuple[str, Any]]:

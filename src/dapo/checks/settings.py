@@ -20,7 +20,7 @@ from dapo.observe.trackers import check_trackers
 from dapo.rollout.engine import in_flight_policy
 from dapo.util.terminal import counted
 
-_BYTES_PER_TOKEN = 22
+BYTES_PER_TOKEN = 22
 """Of text 4, of token id, version, log-probs and entropy 18; the rest of a sample's line is small."""
 
 _MOST_TOKENS_A_SECOND = 10**6
@@ -245,7 +245,7 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
     trained = trained_of(context.need(context.shape, "model"))
     folder = Path(config.run.dir or "runs/run")
     free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.is_dir())).free
-    kept, one, samples = _checkpoints_kept(config), checkpoint_bytes(trained), _samples_bytes(config)
+    kept, one, samples = checkpoints_kept(config), checkpoint_bytes(trained), _samples_bytes(config)
     needed = kept * one + 2 * 4 * trained
     text = f"{kept} checkpoints of {gib(one)} and weights before and after take {gib(needed)}, {gib(free)} are free"
     if needed > free:
@@ -260,7 +260,7 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
         yield Finding("machine", "disk", "pass", text + also)
 
 
-def _checkpoints_kept(config: Config) -> int:
+def checkpoints_kept(config: Config) -> int:
     """At the most, the one that is being written counted."""
     run, steps = config.run, config.training.steps
     every = steps // run.save_every if run.save_every else 1
@@ -277,4 +277,4 @@ def _samples_bytes(config: Config) -> int:
     tokens: float = drawn * config.training.steps * int(plan["tokens per sample, at most"])
     if config.training.minutes is not None:
         tokens = min(tokens, 60 * config.training.minutes * _MOST_TOKENS_A_SECOND)
-    return int(float(config.run.save_samples) * tokens * _BYTES_PER_TOKEN)
+    return int(float(config.run.save_samples) * tokens * BYTES_PER_TOKEN)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -155,49 +157,7 @@ def _place(key: str, source: str, where: Mapping[str, str]) -> str:
     return source
 
 
-_ANSWERS = {
-    "algorithm.clip_ratio_high": "epsilon_high",
-    "algorithm.clip_ratio_low": "epsilon",
-    "algorithm.clip_ratio_low and algorithm.clip_ratio_high": "clip_ratio",
-    "algorithm.correction.cap": "tis_imp_ratio_cap rollout_is_threshold",
-    "algorithm.correction.kind=mask": "algorithm.correction.kind=mis algorithm.correction.kind=icepop",
-    "algorithm.correction.kind=mask, with algorithm.correction.high (and low=0)": "behav_imp_weight_cap",
-    "algorithm.correction.kind=truncate": "tis use_tis importance_sampling rollout_is algorithm.correction.kind=tis",
-    "algorithm.filter_groups.enable": "filter_groups",
-    "algorithm.kl.coef": "beta",
-    "algorithm.kl.mode, with algorithm.kl.coef and algorithm.kl.estimator": "kl_penalty",
-    "algorithm.loss_agg_mode": "loss_type",
-    "algorithm.proximal=engine": "use_rollout_log_probs",
-    "algorithm.proximal=recompute": "recompute_logprob",
-    "algorithm.proximal=recompute, with algorithm.correction.kind": "use_decoupled_loss",
-    "model": "policy",
-    "model, rollout, algorithm or training": "actor_rollout_ref",
-    "reward (kind=model for a reward model)": "reward_model",
-    "reward.workers (processes that score responses)": "workers",
-    "rollout": "orchestrator",
-    "rollout.ahead (batches, at most rollout.max_staleness)": "async_level max_async_level async_queue_size depth",
-    "rollout.in_flight=keep": "partial_rollout in_flight_weight_updates "
-    "rollout.in_flight=partial rollout.in_flight=continue",
-    "rollout.in_flight=restart": "rollout.in_flight=abort",
-    "rollout.max_response_length": "max_completion_length",
-    "rollout.max_staleness (in versions of the weights)": "staleness staleness_threshold max_staleness_steps max_lag "
-    "max_head_offpolicyness max_off_policy_steps max_trajectory_age_steps off_policy",
-    "rollout.max_staleness=1": "async async_training async_train async_grpo fully_async one_step_off_policy",
-    "rollout.prompts_per_step (or training.groups_per_update, for one update)": "batch_size",
-    "rollout.samples_per_prompt": "num_generations",
-    "training": "trainer",
-    "training.epochs_per_rollout": "num_iterations",
-    "training.final_learning_rate": "lr_scheduler_type",
-    "training.learning_rate": "lr",
-    "training.steps": "max_steps",
-    "not there yet: one process, which trains on one GPU (runtime.device); the engine may have one of its own "
-    "(rollout.device)": "hardware gpus nodes distributed rollout.workers",
-    "not needed: prompts are drawn until rollout.prompts_per_step groups are kept (within "
-    "algorithm.filter_groups.max_num_gen_batches)": "over_sampling_batch_size",
-    "not needed: sampling is asynchronous, and goes on during updates with rollout.max_staleness=1": "rollout.mode",
-    "not a setting: the engine gets new weights after every rollout step, which is rollout.prompts_per_step / "
-    "training.groups_per_update updates": "trigger_parameter_sync_step",
-}
+_ANSWERS: Mapping[str, str] = json.loads(Path(__file__).with_name("elsewhere.json").read_text(encoding="utf-8"))
 ELSEWHERE = {
     word: answer if answer.startswith("not ") else f"did you mean {answer}?"
     for answer, words in _ANSWERS.items()
@@ -224,13 +184,18 @@ def nearest_key(key: str) -> str:
     for _, answer in _elsewhere(key):
         return answer
     if not siblings:  # the section is unknown too
+        if last in Config.model_fields:
+            return f"did you mean {last}?"
         said = nearest_key(".".join(parents))
-        meant = said.removeprefix("did you mean ").removesuffix("?")
-        return f"did you mean {meant}.{last}?" if last in fields_at(meant.split(".")) else said
+        meant = re.split("[ =?]", said.removeprefix("did you mean "))[0]
+        named = [key for key in all_keys() if key.rpartition(".")[2] == last]
+        if last in fields_at(meant.split(".")):
+            return f"did you mean {meant}.{last}?"
+        return f"did you mean {named[0]}?" if said.startswith("did you mean") and len(named) == 1 else said
     known = all_keys()
     own_name = bool(parents) and ".".join(parents) not in known  # below a name that the user gave
     everywhere = {k.rpartition(".")[2]: k for k in reversed(known) if not own_name}
-    for names, cutoff in ((everywhere, 1.0), (siblings, 0.6), (everywhere, 0.85)):
+    for names, cutoff in ((everywhere, 1.0), (siblings, 0.6 if parents else 0.75), (everywhere, 0.85)):
         for near in difflib.get_close_matches(last, names, n=1, cutoff=cutoff):
             return f"did you mean {names[near]}?"
     return f"valid here: {', '.join(siblings)}"

@@ -43,7 +43,7 @@ def plan_of(config: Config) -> dict[str, int | str]:
         plan[MINUTES] = f"{training.minutes:g}"
     evaluation = config.evaluation
     if evaluation.data:
-        rows = _rows(evaluation.data, evaluation.rows)
+        rows = evaluated_rows(evaluation.data, evaluation.rows)
         shown = rows if rows is not None else "all" if evaluation.rows is None else f"up to {evaluation.rows}"
         per_row = counted(evaluation.samples_per_prompt, "sample")
         plan["evaluation"] = f"{shown} rows x {per_row}, temperature {evaluation.temperature:g}"
@@ -103,7 +103,7 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def _rows(items: list[DataItem], limit: int | None) -> int | None:
+def evaluated_rows(items: list[DataItem], limit: int | None) -> int | None:
     """How many rows will be used, up to ``limit``, as far as it shows without reading more than plain JSON lines (their
     lines that are not blank are counted). None: it does not."""
     if not all(_is_file(item.path) and item.path.endswith((".jsonl", ".ndjson")) for item in items):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ def export_model(
         stop_ids: what ended a response; () leaves that as it was.
     """
     weights = _in_type(model, dtype, exact)
-    source = source_folder(model.config.name_or_path)
     if has_adapter(model):
         save_adapter(model, folder, weights)
     else:
@@ -51,12 +50,17 @@ def export_model(
             model.save_pretrained(folder, **({} if weights is None else {"state_dict": weights}))
         finally:
             model.generation_config = settings
-        known = {
-            "dtype": str(model.dtype if dtype is None or weights is None else dtype)[6:],
-            # a head of its own may be there against what the config says
-            "tie_word_embeddings": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
-        }
-        _complete_config(folder / "config.json", source, known)
+    write_description(model, folder, model.dtype if dtype is None or weights is None else dtype, stop_ids)
+
+
+def write_description(model: Any, folder: Path, dtype: torch.dtype, stop_ids: Sequence[int] = ()) -> None:
+    """All but the weights, which are in ``dtype``. ``folder``: with the config.json that Transformers makes of
+    ``model``, or with that of its adapter."""
+    source = source_folder(model.config.name_or_path)
+    if not has_adapter(model):
+        # a head of its own may be there against what the config says
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        _complete_config(folder / "config.json", source, {"dtype": str(dtype)[6:], "tie_word_embeddings": tied})
         if source and "auto_map" in _read(folder / "config.json"):
             for path in (path for pattern in _CODE for path in source.glob(pattern)):
                 shutil.copyfile(path, folder / path.name)
@@ -92,12 +96,20 @@ def _in_type(model: Any, dtype: torch.dtype | None, exact: bool) -> dict[str, to
     for name, tensor in (adapter_parameters(model) or model.state_dict()).items():
         key = (tensor.data_ptr(), tensor.shape)
         if key not in made:
-            narrow = tensor.to(dtype) if tensor.is_floating_point() else tensor
-            if (exact and not torch.equal(narrow.to(tensor.dtype), tensor)) or not bool(narrow.isfinite().all()):
+            if not keeps([tensor], dtype, exact):
                 return None
-            made[key] = narrow.detach().cpu()
+            made[key] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu()
         found[name] = made[key]
     return found
+
+
+def keeps(tensors: Iterable[torch.Tensor], dtype: torch.dtype, exact: bool) -> bool:
+    """Whether ``dtype`` can hold them: no number becomes infinite, or, if ``exact``, another one."""
+    for tensor in tensors:
+        narrow = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+        if (exact and not torch.equal(narrow.to(tensor.dtype), tensor)) or not bool(narrow.isfinite().all()):
+            return False
+    return True
 
 
 def _complete_config(file: Path, source: Path | None, known: Mapping[str, Any]) -> None:

@@ -19,25 +19,28 @@ from dapo.training.update_report import UpdateReport
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """``operations``: a second, of dense 16-bit matrix products. ``bytes``: of its memory, a second."""
+    """``operations``: a second, of dense 16-bit matrix products. ``bytes``: of its memory, a second. ``memory``: GiB
+    that CUDA reports. ``link``: bytes a second in each direction to other GPUs of its host."""
 
     operations: float
     bytes: float
+    memory: float = 0.0
+    link: float = 32e9
 
 
 CARDS = {
-    "B200": Card(2250e12, 8.0e12),
-    "GH200": Card(989e12, 4.0e12),
-    "H200": Card(989e12, 4.8e12),
-    "H100 PCIe": Card(756e12, 2.0e12),
-    "H100": Card(989e12, 3.35e12),
-    "A100-SXM4-80GB": Card(312e12, 2.04e12),
-    "A100 80GB": Card(312e12, 1.94e12),
-    "A100": Card(312e12, 1.56e12),
-    "L40S": Card(362e12, 0.864e12),
-    "L4": Card(121e12, 0.3e12),
-    "RTX 4090": Card(165e12, 1.008e12),
-    "RTX 3090": Card(71e12, 0.936e12),
+    "B200": Card(2250e12, 8.0e12, 178.4, 900e9),
+    "GH200": Card(989e12, 4.0e12, 94.5, 450e9),
+    "H200": Card(989e12, 4.8e12, 139.8, 450e9),
+    "H100 PCIe": Card(756e12, 2.0e12, 79.1, 64e9),
+    "H100": Card(989e12, 3.35e12, 79.1, 450e9),
+    "A100-SXM4-80GB": Card(312e12, 2.04e12, 79.2, 300e9),
+    "A100 80GB": Card(312e12, 1.94e12, 79.2, 32e9),
+    "A100": Card(312e12, 1.56e12, 39.4, 300e9),
+    "L40S": Card(362e12, 0.864e12, 44.4),
+    "L4": Card(121e12, 0.3e12, 22.0),
+    "RTX 4090": Card(165e12, 1.008e12, 23.6),
+    "RTX 3090": Card(71e12, 0.936e12, 23.7),
 }
 """By a part of the name that CUDA gives; the first one that fits holds."""
 

@@ -6,14 +6,14 @@ disk and renamed: it is there whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from dapo.errors import ModelError, UserError
 from dapo.model.adapters import has_adapter, read_weights, require_adapter
@@ -53,21 +53,21 @@ def load_weights(model: Any, folder: Path) -> None:
             parameter.copy_(saved[name])
 
 
-def save_optimizer(
-    optimizer: Any, parameters: Mapping[str, torch.Tensor], folder: Path, counters: Mapping[str, Any]
-) -> None:
-    """Write what an optimizer keeps of named parameters (Adam: moments, step counts), and the trainer's counters.
-    Raises FileExistsError: the folder exists and is not empty."""
+def optimizer_tensors(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What an optimizer keeps of named parameters (Adam: moments, step counts), as :func:`save_tensors` takes it."""
     states = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
-    save_tensors(folder, {f"{name}/{key}": t for name, state in states.items() for key, t in state.items()}, counters)
+    return {f"{name}/{key}": tensor for name, state in states.items() for key, tensor in state.items()}
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], folder: Path
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    counters: dict[str, Any],
 ) -> dict[str, Any]:
-    """Continue with what :func:`save_optimizer` wrote; settings of the optimizer stay. Returns the counters.
-    ``optimizer``: of ``parameters``, in their order. Raises UserError: missing or damaged, or of another model."""
-    tensors, counters = load_tensors(folder)
+    """Continue with what :func:`load_tensors` found in ``folder``; settings of the optimizer stay. Returns the rest.
+    ``optimizer``: of ``parameters``, in their order. Raises UserError: it is of another model."""
     numbers = {name: i for i, name in enumerate(parameters)}
     states: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
@@ -98,15 +98,17 @@ def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Ma
         write_json(staging / METADATA, {**metadata, "tensors": sorted(tensors)})
 
 
-def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What :func:`save_tensors` wrote: ``(tensors, metadata)``.
+def load_tensors(
+    folder: Path, rows: Callable[[str, int], slice] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What :func:`save_tensors` wrote: ``(tensors, metadata)``. ``rows``: see :func:`read_tensors`.
 
     Raises:
         UserError: missing, damaged, or the tensors are not those that the metadata lists, or not finite: one update
             later the weights would not be either, and be blamed.
     """
     try:
-        tensors = {name: tensor for file in _files(folder) for name, tensor in load_file(file).items()}
+        tensors = read_tensors(folder, TENSORS, rows)
         metadata = read_json(folder / METADATA)
         listed = metadata.pop("tensors")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
@@ -124,10 +126,16 @@ def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     return tensors, metadata
 
 
-def _files(folder: Path) -> list[Path]:
-    """Those that the index names; without one there is a single file."""
-    index = folder / INDEX
-    if not index.exists():
-        return [folder / TENSORS]
-    places = read_json(index)["weight_map"]
-    return [folder / name for name in sorted({Path(name).name for name in places.values()})]
+def read_tensors(folder: Path, name: str, rows: Callable[[str, int], slice] | None = None) -> dict[str, torch.Tensor]:
+    """Those in the file ``name`` of ``folder``, or in the files that an index beside it names.
+    ``rows``: of key and number of rows, those wanted; None: all. Raises what the readers of files raise."""
+    index = folder / f"{name}.index.json"
+    files = {Path(file).name for file in read_json(index)["weight_map"].values()} if index.exists() else {name}
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(files):
+        with safe_open(folder / file, "pt") as stored:
+            for key in stored.keys():  # noqa: SIM118
+                part = stored.get_slice(key)
+                shape = part.get_shape()
+                found[key] = part[rows(key, shape[0])] if rows and shape else stored.get_tensor(key)
+    return found

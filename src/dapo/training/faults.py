@@ -139,7 +139,7 @@ def diagnose(
     first: BadToken | None = None
     whole_groups = unit_of(objective) == "pair"
     for part in micro_batches(batch, policy.tokens_per_micro_batch, policy.device, whole_groups):
-        if not part.batch.num_response_tokens:
+        if part.empty:
             continue
         with torch.no_grad(), watch.over(policy.model):
             logprobs, entropy = policy.evaluate(part)
@@ -148,6 +148,7 @@ def diagnose(
         bad[part.index.cpu()[tokens]] = True
         if first is None and len(tokens):
             first = _first_token(what, int(tokens[0]), part.batch, cut, batch)
+    policy.held.end_passes()
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     not_finite = [name for name, gradient in reversed(gradients.items()) if not _finite(gradient)]
     overflow = gradients and not not_finite and not math.isfinite(_norm(gradients.values()))

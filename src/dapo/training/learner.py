@@ -35,6 +35,7 @@ from dapo.model.placement import device_of
 from dapo.records import TokenBatch
 from dapo.training.micro_batch import upload
 from dapo.training.objective_protocol import Objective, Unit, unit_of
+from dapo.training.policy import Policy
 from dapo.training.snapshot import snapshot
 from dapo.training.trainer import Trainer
 from dapo.training.update_report import OWN_STATISTIC, UpdateReport
@@ -64,6 +65,7 @@ class LocalLearner:
         kl: AdaptiveKL,
         objective: Objective | None = None,
         out_of_time: Callable[[], bool] = lambda: False,
+        reference: Policy | None = None,
     ) -> None:
         """
         Args:
@@ -72,11 +74,14 @@ class LocalLearner:
             objective: in place of the recipe's.
             out_of_time: whether an update under way is to end with :class:`~dapo.util.shutdown.Stopped`, between two
                 chunks of tokens. Weights and optimizer are those before it then.
+            reference: in place of a copy.
         """
         self.trainer = trainer
         self._kl, self._given, self._out_of_time = kl, objective, out_of_time
         self._config, self._own = config, own_objective(config, objective)
-        self._reference = trainer.policy.frozen_copy() if config.algorithm.kl.mode != "off" else None
+        self._reference = reference
+        if reference is None and config.algorithm.kl.mode != "off":
+            self._reference = trainer.policy.frozen_copy()
         self._pool = ThreadPoolExecutor(1, "dapo-training")
         self._compute = partial(in_thread, pool=self._pool)
 

@@ -49,6 +49,11 @@ class MicroBatch:
         """U."""
         return len(self.row_ids)
 
+    @property
+    def empty(self) -> bool:
+        """Whether it has no response token of the batch."""
+        return not len(self.index)
+
 
 def micro_batch(whole: TokenBatch, sequences: IntArray, device: torch.device) -> MicroBatch:
     """Some sequences of a batch, in the order wanted."""
@@ -77,12 +82,42 @@ def micro_batch(whole: TokenBatch, sequences: IntArray, device: torch.device) ->
 
 
 def micro_batches(
-    batch: TokenBatch, token_budget: int, device: torch.device, whole_groups: bool = False
+    batch: TokenBatch,
+    token_budget: int,
+    device: torch.device,
+    whole_groups: bool = False,
+    share: tuple[int, int] = (0, 1),
+    lockstep: bool = False,
 ) -> Iterator[MicroBatch]:
     """Parts of whole sequences with at most ``token_budget`` computed tokens each, see :func:`cut`.
-    Raises ConfigError: one that is not to be divided is longer than the budget."""
-    for sequences in cut(batch, token_budget, whole_groups):
-        yield micro_batch(batch, sequences, device)
+
+    Args:
+        share: (rank, ranks): of all parts those of this rank.
+        lockstep: put two tokens that count for nothing in the place of a part without a response token.
+
+    Raises:
+        ConfigError: one that is not to be divided is longer than the budget.
+    """
+    rank, ranks = share
+    for sequences in cut(batch, token_budget, whole_groups, ranks)[rank::ranks]:
+        if lockstep and not batch.response_lengths[sequences].any():
+            nothing = micro_batch(_NOTHING, np.arange(1), device)
+            yield replace(nothing, index=nothing.index[:0])
+        elif len(sequences):
+            yield micro_batch(batch, sequences, device)
+
+
+_NOTHING = TokenBatch(
+    lengths=np.array([2]),
+    prompt_lengths=np.array([1]),
+    draws=np.array([0]),
+    indices=np.array([0]),
+    token_ids=np.array([0, 0]),
+    mask=np.zeros(1, np.bool_),
+    behaviour_logprobs=np.zeros(1, np.float32),
+    versions=np.zeros(1, np.int64),
+)
+"""For a rank that has nothing of its own and whose forward and backward passes others wait for."""
 
 
 def select_tokens(record: Record, index: torch.Tensor) -> Record:

@@ -102,11 +102,14 @@ def _ints(values: Iterable[int]) -> IntArray:
 # --- cutting one --------------------------------------------------------------------------------------------------
 
 
-def cut(batch: TokenBatch, token_budget: int, whole_groups: bool = False) -> list[IntArray]:
+def cut(batch: TokenBatch, token_budget: int, whole_groups: bool = False, ranks: int = 1) -> list[IntArray]:
     """The sequences of each micro-batch: whole ones, at most ``token_budget`` tokens to compute, few and of like size.
 
     Every sequence is in exactly one of them, and a group in as few as can be, for its prompt is computed in each of
     them. The cut depends on lengths and groups only. ``whole_groups``: none is divided.
+
+    Several ``ranks`` compute them side by side, so many at a time, the k-th of each that of rank k. So their number is
+    a multiple of it, some may be empty, and a group is divided where they are done sooner for that.
 
     Raises:
         ConfigError: one sequence alone is longer than the budget, or a group that is not to be divided.
@@ -119,15 +122,29 @@ def cut(batch: TokenBatch, token_budget: int, whole_groups: bool = False) -> lis
             f"{batch.draws[longest]} has {prompt} (prompt) + {tokens - prompt} (response) = {tokens} tokens; use at "
             f"least {tokens}"
         )
-    pieces = list(_pieces(batch, token_budget))
-    sizes = [int(batch.prompt_lengths[rows[0]] + batch.response_lengths[rows].sum()) for rows in pieces]
-    if whole_groups and len(pieces) > batch.num_groups:
+    if whole_groups and len(list(_pieces(batch, token_budget))) > batch.num_groups:
         raise ConfigError(
             f"training.tokens_per_micro_batch: is {token_budget}, which not every group fits in, and the objective has "
             f"to see a group as a whole; use at least {_largest_group(batch)}"
         )
-    plan = plan_micro_batches(sizes, token_budget)
-    return [np.sort(np.concatenate([pieces[i] for i in chosen])) for chosen in plan]
+    limits = [token_budget]
+    if ranks > 1 and batch.num_samples and not whole_groups:
+        share = -(-batch.num_tokens // ranks)
+        limits += [min(token_budget, max(int(batch.lengths.max()), share // n)) for n in (1, 2, 4, 8)]
+    plans = [_plan(batch, limit, token_budget, ranks) for limit in sorted(set(limits), reverse=True)]
+    return min(plans, key=lambda plan: plan[0])[1]
+
+
+def _plan(batch: TokenBatch, limit: int, token_budget: int, ranks: int) -> tuple[int, list[IntArray]]:
+    """The tokens of the largest of each ``ranks`` micro-batches, and all of them, where no part of a group has more
+    tokens than ``limit``."""
+    pieces = list(_pieces(batch, limit))
+    sizes = [int(batch.prompt_lengths[rows[0]] + batch.response_lengths[rows].sum()) for rows in pieces]
+    plan = plan_micro_batches(sizes, token_budget, ranks)
+    loads = [sum(sizes[i] for i in chosen) for chosen in plan]
+    none = np.empty(0, np.int64)
+    parts = [np.sort(np.concatenate([none, *(pieces[i] for i in chosen)])) for chosen in plan]
+    return sum(loads[::ranks]), parts
 
 
 def _largest_group(batch: TokenBatch) -> int:
@@ -151,12 +168,13 @@ def _pieces(batch: TokenBatch, token_budget: int) -> Iterator[IntArray]:
             yield from (rows[chosen] for chosen in plan_micro_batches(response_lengths[rows], room))
 
 
-def plan_micro_batches(lengths: Sequence[int] | IntArray, token_budget: int) -> list[IntArray]:
+def plan_micro_batches(lengths: Sequence[int] | IntArray, token_budget: int, multiple: int = 1) -> list[IntArray]:
     """Distribute sequences, or pieces of groups, over few micro-batches of similar size, none above ``token_budget``.
 
     Their number is what first-fit decreasing needs (at most 11/9 of the optimum). With that many, each sequence then
     goes to the least loaded one instead: equal parts, where first-fit leaves a small rest. If that breaks the budget,
-    first-fit's own answer stands. ``lengths``: tokens of each, each within the budget.
+    first-fit's own answer stands. ``lengths``: tokens of each, each within the budget. ``multiple``: their number
+    is one of it; if it is not 1, they come largest first, empty ones last.
 
     Returns:
         Numbers of those in each micro-batch, ascending.
@@ -164,9 +182,13 @@ def plan_micro_batches(lengths: Sequence[int] | IntArray, token_budget: int) -> 
     sizes = [int(n) for n in lengths]
     longest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])  # stable, so ties keep their order
     bins = _first_fit(longest_first, sizes, token_budget)
+    bins += [[] for _ in range(-len(bins) % multiple)]
     even = _least_loaded(longest_first, sizes, len(bins))
     fits = all(sum(sizes[i] for i in rows) <= token_budget for rows in even)
-    return [np.sort(_ints(rows)) for rows in (even if fits else bins)]
+    chosen = even if fits else bins
+    if multiple > 1:
+        chosen.sort(key=lambda rows: -sum(sizes[i] for i in rows))
+    return [np.sort(_ints(rows)) for rows in chosen]
 
 
 def _first_fit(order: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from dapo.model.loading import copy_model
 from dapo.model.packed import PackedAttention
 from dapo.records import TokenBatch
 from dapo.training.micro_batch import MicroBatch, micro_batches
+from dapo.training.parallel.holding import Replica
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,11 +31,24 @@ class Policy:
     temperature: float
     tokens_per_micro_batch: int
     compute_dtype: torch.dtype = torch.float32
+    held: Replica = field(default_factory=Replica)
+    """How this rank, one of one or several, has the model."""
 
     @property
     def device(self) -> torch.device:
         """Where the model is, and where micro-batches are."""
-        return torch.device(next(self.model.parameters()).device)
+        return self.held.device(self.model)
+
+    def parts(self, batch: TokenBatch, whole_groups: bool = False) -> Iterator[MicroBatch]:
+        """What this rank is to compute of a batch, each to be computed before the next one is taken."""
+        share = (self.held.ranks.rank, self.held.ranks.size)
+        budget, lockstep = self.tokens_per_micro_batch, self.held.lockstep
+        parts = micro_batches(batch, budget, self.device, whole_groups, share, lockstep)
+        following = next(parts, None)
+        while (part := following) is not None:
+            following = next(parts, None)
+            self.held.begin_pass(last=following is None)
+            yield part
 
     def evaluate(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """One forward pass, with gradient if enabled: ``(logprobs [R], entropy [R])`` of the response tokens."""
@@ -68,8 +83,12 @@ class Policy:
         """Log-probabilities ``[R]`` (float32, nats, no gradient, on the device) of a batch of any size.
         Raises ConfigError: a sequence is longer than the budget."""
         out = torch.zeros(batch.num_response_tokens, device=self.device)
-        for part in micro_batches(batch, self.tokens_per_micro_batch, self.device):
-            out[part.index] = self.evaluate(part)[0]
+        for part in self.parts(batch):
+            logprobs = self.evaluate(part)[0]
+            if not part.empty:
+                out[part.index] = logprobs
+        self.held.end_passes()
+        self.held.ranks.add_up(out)
         return out
 
     def frozen_copy(self) -> Policy:

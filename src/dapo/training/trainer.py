@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,16 @@ from dapo.config import TrainingConfig
 from dapo.config.sections import MOST_STALE
 from dapo.errors import NumericalError, UserError
 from dapo.model.activation_checkpointing import checkpoint_layers
-from dapo.model.adapters import adapter_parameters, changing_parameters, has_adapter
+from dapo.model.adapters import adapter_parameters, has_adapter
 from dapo.model.compiling import compile_layers
 from dapo.records import FloatArray, IntArray, TokenBatch
-from dapo.training.checkpoint import load_optimizer, load_weights, save_model, save_optimizer
+from dapo.training.checkpoint import load_optimizer, optimizer_tensors
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.head_passes import through_head
-from dapo.training.micro_batch import micro_batches
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.objective_protocol import Objective, unit_of
 from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
+from dapo.training.parallel.holding import Replica
 from dapo.training.policy import Policy
 from dapo.training.update_report import UpdateReport
 from dapo.training.update_totals import PhaseClock, Totals
@@ -60,7 +62,12 @@ class Trainer:
     """
 
     def __init__(
-        self, model: Any, config: TrainingConfig, temperature: float, compute_dtype: torch.dtype = torch.float32
+        self,
+        model: Any,
+        config: TrainingConfig,
+        temperature: float,
+        compute_dtype: torch.dtype = torch.float32,
+        held: Replica | None = None,
     ) -> None:
         """
         Args:
@@ -69,6 +76,7 @@ class Trainer:
             config: optimizer, warm-up, token budget.
             temperature: of the distribution trained on, which is that sampled from.
             compute_dtype: float32, or bfloat16 (the backbone then runs under autocast).
+            held: how this rank has the model, if there are several; they call everything together.
         """
         if has_adapter(model):
             for parameter in adapter_parameters(model).values():
@@ -76,18 +84,19 @@ class Trainer:
         else:
             model.to(torch.float32)
         model.eval()
-        if next(model.parameters()).is_cuda:
+        held = held or Replica()
+        self._published = held.take(model, compute_dtype)
+        if held.device(model).type == "cuda":
             compile_layers(model)
         if config.activation_checkpointing:
             checkpoint_layers(model)
-        self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype)
+        self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype, held)
         self.version = 0
         self.updates = 0
         self.skipped_updates = 0
         self.faults: FaultFolder | None = None
         self._config = config
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._published = changing_parameters(model)
+        self._parameters = {name: p for name, p in self._published.items() if p.requires_grad}
         self._optimizer = (OffloadedAdamW if config.offload_optimizer else torch.optim.AdamW)(
             self._parameters.values(),
             lr=config.learning_rate,
@@ -181,7 +190,7 @@ class Trainer:
             self._optimizer.zero_grad()  # frees the gradients for the rollout
         self._tried += 1
         seconds = clock.seconds()
-        logprobs, entropy = totals.tokens(batch.num_response_tokens) or (None, None)
+        logprobs, entropy = totals.tokens(batch.num_response_tokens, self.policy.held.ranks) or (None, None)
         return UpdateReport(
             loss=float(totals.loss),
             grad_norm=norm,
@@ -207,7 +216,7 @@ class Trainer:
         The version goes up by one if an update was applied since the last call, and not otherwise. Names are those of
         the model's ``state_dict``; a tensor shared under two names (tied embeddings) comes once. Of a
         model with an adapter they are those of the adapter. The tensors are the masters themselves, not copies: copy
-        them before the next update.
+        them before the next update. Those of a sharded model are gathered one by one, so every rank takes all of them.
 
         Raises:
             NumericalError: weights are not finite.
@@ -219,7 +228,8 @@ class Trainer:
             self._unpublished = False
             known = [*self._updates_at.items(), (self.version, self.updates)]
             self._updates_at = dict(known[-MOST_STALE - 1 :])  # never changed in place: a snapshot has the same one
-        return self.version, ((name, p.detach()) for name, p in self._published.items())
+        whole = self.policy.held.whole
+        return self.version, ((name, whole(name, p.detach())) for name, p in self._published.items())
 
     def updates_behind(self, versions: IntArray) -> FloatArray:
         """Optimizer updates from the weights of each of these versions, ``MOST_STALE`` old at most, to those of now."""
@@ -237,15 +247,17 @@ class Trainer:
                 "training.offload_optimizer they change part by part), so they are of no use. What to try: go on from "
                 "the last checkpoint with more free memory, on the device and in the host"
             )
-        weights = list(self._parameters.values())
+        weights: list[torch.Tensor] = list(self._parameters.values())
         # At the memory's speed: a large tensor by itself, all small ones in one pass, and one look at the device. A
         # sum is not finite if a number in it is not; should finite ones add up to more than a float, all are looked at.
         sums = [p.sum() for p in weights if p.numel() >= _LARGE]
         if small := [p for p in weights if p.numel() < _LARGE]:
             sums += torch._foreach_norm(small)
-        if bool(torch.stack(sums).isfinite().all()):
+        ranks = self.policy.held.ranks
+        if all(ranks.gather(bool(torch.stack(sums).isfinite().all()))):
             return
         bad = next((name for name, p in self._parameters.items() if not p.isfinite().all()), None)
+        bad = next(filter(None, ranks.gather(bad)), None)
         if bad is not None:
             raise NumericalError(
                 f"the weights of {bad} are not finite after {self.updates} updates, the learning rate is "
@@ -262,12 +274,12 @@ class Trainer:
         Raises:
             FileExistsError: the folder exists and is not empty.
         """
-        save_model(self.policy.model, folder, **how)
+        self.policy.held.save_model(self.policy.model, folder, self._published, **how)
 
     def load(self, folder: Path) -> None:
         """Continue from the weights that :meth:`save` wrote.
         Raises ModelError: missing or damaged, or of another model."""
-        load_weights(self.policy.model, folder)
+        self.policy.held.load_weights(self.policy.model, folder, self._published)
 
     def save_state(self, folder: Path) -> None:
         """Write everything but the weights: Adam's moments and step counts, version, counters. Whole or not at all.
@@ -282,12 +294,13 @@ class Trainer:
             "step": self._step,
             "tried": self._tried,
         }
-        save_optimizer(self._optimizer, self._parameters, folder, counters)
+        self.policy.held.save_tensors(folder, optimizer_tensors(self._optimizer, self._parameters), counters)
 
     def load_state(self, folder: Path) -> None:
         """Continue from :meth:`save_state`. Learning rate and other settings stay those of the config.
         Raises UserError: missing or damaged, or of another model."""
-        counters = load_optimizer(self._optimizer, self._parameters, folder)
+        found = self.policy.held.load_tensors(folder)
+        counters = load_optimizer(self._optimizer, self._parameters, folder, *found)
         self.version = int(counters["version"])
         self.updates = int(counters["updates"])
         self.skipped_updates = int(counters["skipped_updates"])
@@ -305,9 +318,11 @@ class Trainer:
         self, batch: TokenBatch, inputs: Any, objective: Objective, totals: Totals, clock: PhaseClock
     ) -> None:
         """Add up gradient, loss and statistics over micro-batches."""
-        whole_groups = unit_of(objective) == "pair"
-        for part in micro_batches(batch, self.policy.tokens_per_micro_batch, self.device, whole_groups):
-            if not part.batch.num_response_tokens:
+        held = self.policy.held
+        for part in self.policy.parts(batch, unit_of(objective) == "pair"):
+            if part.empty:
+                if held.lockstep:
+                    torch.autograd.backward(self.policy.evaluate(part)[0].sum() * 0)
                 continue
             totals.micro_batches += 1
             totals.computed_tokens += part.num_computed_tokens
@@ -321,11 +336,14 @@ class Trainer:
             totals.seen.append((part.index, logprobs, entropy))
             if not self._unpublished:  # later a difference is what was learned, and no mismatch
                 totals.mismatch += measure_mismatch(part.batch, logprobs, self.version)
+        with clock("backward"):
+            held.collect(self._parameters)
+        totals.join(held.ranks)
 
     def _apply(self, totals: Totals) -> tuple[float, bool]:
         """Clip and step, unless something is not finite: ``(norm before clipping, whether the step was made)``."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(gradients)
+        total_norm = self.policy.held.norm(gradients)
         norm = float(total_norm)
         if totals.bad_logprobs or not math.isfinite(float(totals.loss)) or not math.isfinite(norm):
             return norm, False
@@ -339,11 +357,14 @@ class Trainer:
     def _diagnosis(self, batch: TokenBatch, inputs: Any, objective: Objective) -> Fault:
         """What went wrong. That it cannot be found out (for want of memory, say) must not end what only skips."""
         try:
-            return diagnose(self.policy, batch, inputs, objective, self._parameters)
+            fault = diagnose(self.policy, batch, inputs, objective, self._parameters)
         except Exception as error:
             if isinstance(error, Stopped):
                 raise
-            return Fault(None, None, None, 0, batch.num_samples, (), len(self._parameters), None, {})
+            fault = Fault(None, None, None, 0, batch.num_samples, (), len(self._parameters), None, {})
+        weights, gradients = zip(*self.policy.held.ranks.gather((fault.weight, fault.gradients)), strict=True)
+        names = list(dict.fromkeys(chain.from_iterable(gradients)))
+        return replace(fault, weight=next(filter(None, weights), None), gradients=names)
 
     def _skip(self, batch: TokenBatch, inputs: Any, objective: Objective, loss: float, norm: float) -> str:
         """Count an update that is not finite, find out why and keep it: what there is to say.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dapo.training.parallel.ranks import Ranks
 from dapo.training.update_report import Mismatch
 
 
@@ -41,16 +41,31 @@ class Totals:
             old_total, old_count = self.statistics.get(name, (0.0, 0.0))
             self.statistics[name] = (old_total + total, old_count + count)
 
-    def tokens(self, count: int) -> tuple[Any, Any] | None:
+    def join(self, ranks: Ranks) -> None:
+        """Put the sums over all ranks, the same ones on each, in the place of this one's."""
+        if ranks.size == 1:
+            return
+        statistics = {name: (float(total), float(count)) for name, (total, count) in self.statistics.items()}
+        sizes = (self.micro_batches, self.computed_tokens)
+        every = ranks.gather((float(self.loss), int(self.bad_logprobs), statistics, self.mismatch, sizes))
+        self.loss, self.bad_logprobs, self.statistics = torch.zeros_like(self.loss), 0, {}
+        for loss, bad, part, *_ in every:
+            self.add(self.loss.new_tensor(loss), part, self.loss.new_tensor(bad))  # type: ignore[arg-type]
+        self.mismatch = sum((mismatch for *_, mismatch, _ in every), Mismatch())
+        self.micro_batches, self.computed_tokens = (sum(n) for n in zip(*(s for *_, s in every), strict=True))
+
+    def tokens(self, count: int, ranks: Ranks) -> tuple[Any, Any] | None:
         """Log-probs (float32) and entropies (float16), ``[count]`` each, on the host by one copy; None: none were seen.
 
-        Tokens that were not seen have NaN.
+        Every response token was seen by one of the ranks.
         """
-        if not self.seen:
+        if not self.micro_batches:
             return None
-        index, *values = map(torch.cat, zip(*self.seen, strict=True))
-        found = torch.full((2, count), math.nan, device=index.device)
-        found[:, index] = torch.stack(values).float()
+        found = torch.zeros((2, count), device=self.loss.device)
+        if self.seen:
+            index, *values = map(torch.cat, zip(*self.seen, strict=True))
+            found[:, index] = torch.stack(values).float()
+        ranks.add_up(found)
         logprobs, entropy = found.cpu()
         return logprobs.numpy(), entropy.half().numpy()
 

@@ -1,0 +1,130 @@
+"""``dapo plan``: what a recipe would take on given GPUs, before any of them is paid for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import AsJson, Debug, Overrides, complete_recipe
+from dapo.commands.shared.output import print_json, print_lines
+
+if TYPE_CHECKING:
+    from dapo.config import Config
+    from dapo.plan.estimate import Assumed
+
+KEEP_RATE = 0.6
+"""Share of groups that dynamic sampling keeps, if nothing is said: as low as it was on GSM8K (docs/results.md)."""
+
+
+def plan(
+    recipe: Annotated[
+        Path, typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe)
+    ],
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="[[HOSTSx]GPUSx]CARD", help="Such as 8x8xH100: 8 hosts of 8 GPUs each.")
+    ] = "H200",
+    price: Annotated[float | None, typer.Option(min=0, help="US dollars for an hour of a GPU.")] = None,
+    response: Annotated[
+        float | None, typer.Option(min=1, help="Tokens of a response, on average; by default half of the limit.")
+    ] = None,
+    prompt: Annotated[
+        float | None, typer.Option(min=1, help="Tokens of a prompt, on average; by default half of the limit.")
+    ] = None,
+    keep: Annotated[
+        float | None, typer.Option(min=0.01, max=1, help="Share of groups that dynamic sampling keeps; by default 0.6.")
+    ] = None,
+    reward_s: Annotated[float, typer.Option(min=0, help="Seconds of a step in which only rewards are worked on.")] = 0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Predict memory, time, disk and cost of RECIPE on GPUs that need not be here. Starts and downloads nothing.
+
+    model.path may also name a published model (Qwen/Qwen2.5-7B) or a size (7B): only the shape is wanted.
+
+    Exit code 1 if it does not fit into the GPUs' memory; then the plan says what would.
+    """
+    with errors_for_people(debug):
+        from dapo.config import load_config
+        from dapo.plan.estimate import Assumed
+
+        config = load_config(recipe, overrides or ())
+        filters = config.algorithm.filter_groups.enable
+        assumed = Assumed(
+            response=min(response or config.rollout.max_response_length / 2, config.rollout.max_response_length),
+            prompt=min(prompt or config.data.max_prompt_length / 2, config.data.max_prompt_length),
+            keep=(keep or KEEP_RATE) if filters else 1.0,
+            reward_s=reward_s,
+        )
+        found = planned(config, cluster, assumed, price)
+        if as_json:
+            print_json(found)
+        else:
+            print_lines(_lines(found))
+        if not found["fits"]:
+            raise typer.Exit(1)
+
+
+def planned(config: Config, cluster: str, assumed: Assumed, price: float | None = None) -> dict[str, Any]:
+    """All numbers, sizes in GiB. Raises ConfigError: no such cluster; ModelError: no such model."""
+    from dapo.plan.estimate import estimate_for
+
+    estimate, name = estimate_for(config, cluster, assumed)
+    where, seconds, (_, tokens) = estimate.cluster, estimate.seconds(), estimate.rollout()
+    parts = {part: size for part, size in estimate.memory().parts().items() if size}
+    steps = estimate.steps(seconds["step"])
+    evaluations = estimate.evaluations_s(steps)
+    hours = (steps * seconds["step"] + (evaluations or 0.0)) / 3600 * where.total
+    unknown = ["evaluations are not in it, as it is not known how many rows they have"] if evaluations is None else []
+    return {
+        "model": name,
+        "parameters": sum(p.numel() for p in estimate.shape.parameters()),
+        "cluster": {"hosts": where.hosts, "gpus_of_each": where.gpus, "card": where.name},
+        "fits": estimate.fits,
+        "gpu_gib": _gib(parts | {"needed at once": estimate.needed(), "usable": estimate.usable}),
+        "would_fit": {} if estimate.fits else _gib(dict(estimate.would_fit())),
+        "engine": estimate.engine_note(),
+        "rows_at_once": estimate.rows,
+        "host_gib": _gib({"main memory": estimate.main_memory()}) | _gib(estimate.disk(steps, tokens)),
+        "step_seconds": {phase: round(value, 3) for phase, value in seconds.items()},
+        "tokens_sampled_per_step": int(tokens),
+        "steps": steps,
+        "evaluation_seconds": evaluations,
+        "gpu_hours": round(hours, 4),
+        "usd": None if price is None else round(hours * price, 2),
+        "rates": estimate.rates.rows,
+        "assumed": [*estimate.assumptions(), *unknown],
+    }
+
+
+def _gib(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(size / 2**30, 2) for name, size in sizes.items()}
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    where, memory, seconds = found["cluster"], dict(found["gpu_gib"]), dict(found["step_seconds"])
+    needed, usable, step = memory.pop("needed at once"), memory.pop("usable"), seconds.pop("step")
+    yield f"model        {found['model']}, {found['parameters'] / 1e9:.2f} B parameters"
+    yield f"GPUs         {where['hosts']} x {where['gpus_of_each']} x {where['card']}"
+    verdict = "fits" if found["fits"] else "DOES NOT FIT"
+    yield f"GPU memory   {needed:.1f} of {usable:.1f} GiB at once: {verdict}; {found['rows_at_once']} sequences at once"
+    yield from (f"  {part:<22} {size:8.2f} GiB" for part, size in memory.items())
+    yield from ([f"engine       {found['engine']}"] if found["engine"] else [])
+    if found["would_fit"]:
+        yield "what takes less, GiB of a GPU"
+        for change, size in found["would_fit"].items():
+            yield f"  {size:8.2f} {'fits' if size <= usable else '    '}  {change}"
+    host = found["host_gib"]
+    yield f"main memory  {host['main memory']:.1f} GiB a host, at most"
+    yield f"disk         {host['checkpoint']:.1f} GiB a checkpoint, {host['run']:.1f} GiB the run"
+    yield f"step         {step:.1f} s, {found['tokens_sampled_per_step']:,} tokens sampled"
+    yield from (f"  {phase:<22} {value:8.2f} s" for phase, value in seconds.items())
+    money = "" if found["usd"] is None else f", {found['usd']:,.2f} USD"
+    yield f"run          {found['steps']} steps, {found['gpu_hours']:,.1f} GPU hours{money}"
+    yield "assumed"
+    yield from (f"  - {text}" for text in found["assumed"])

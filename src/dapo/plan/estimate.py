@@ -1,0 +1,294 @@
+"""A step's seconds, a GPU's memory and a run's disk, from a model's shape, a recipe and a cluster. Pure arithmetic.
+
+Every GPU has an engine with a whole copy of the weights, and a share of the training (FSDP2; an adapter is whole on
+each). Both take turns, but for an engine on another device (``rollout.device``), which works beside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from dapo.checks.context import config_at_hand
+from dapo.checks.memory import (
+    GIB,
+    Memory,
+    checkpoint_bytes,
+    easing,
+    outside_layers,
+    predict_memory,
+    settings_line,
+    trained_of,
+)
+from dapo.checks.settings import BYTES_PER_TOKEN, checkpoints_kept
+from dapo.config import Config
+from dapo.config.plan import evaluated_rows
+from dapo.config.reading import with_values
+from dapo.config.sections import LoraConfig
+from dapo.errors import ConfigError
+from dapo.model.adapters import find_adapter, has_adapter
+from dapo.model.loading import check_supported, read_config
+from dapo.orchestrator.mfu import CardLimits
+from dapo.plan.hardware import NETWORK, Cluster, Rates, published_shape, rates_for, read_cluster
+from dapo.plan.rollout import Decoding, Sampling, sample
+from dapo.training.lora import trainable_shape
+
+CONTEXT = int(0.8 * GIB)
+"""Of a GPU's memory: CUDA's context and its libraries. Assumed."""
+KEPT = 1.05
+"""What PyTorch's allocator holds over what is in use: 1.05 (1.5B) and 1.17 (7B with an adapter) were measured."""
+PROCESS = int(3.3 * GIB)
+"""Main memory of a process with a GPU, as measured in the runs of docs/async.md."""
+BESIDE = 1.19
+"""How much longer updates take in the process of an engine that samples meanwhile (5.7 s and 4.8 s: docs/async.md)."""
+HAND_OVER = 0.14
+"""Share of the memory's rate at which weights get to the engine, 6 bytes each: 4.0 to 4.5 ms (docs/performance.md)."""
+BUS = 25e9
+"""Bytes a second between a GPU and main memory, in each direction. Assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Of a run that nobody has seen yet: tokens of responses and prompts, the share of groups that is kept, and seconds
+    of a step that wait for rewards."""
+
+    response: float
+    prompt: float
+    keep: float
+    reward_s: float = 0.0
+
+
+def apart(config: Config) -> bool:
+    """Whether the engine has a device of its own."""
+    return config.rollout.device not in (None, "cuda", "cuda:0")
+
+
+def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estimate, str]:
+    """And the name of the model whose shape it has. Raises ConfigError: no such cluster, or one GPU where two are
+    wanted; ModelError: no such model."""
+    where = read_cluster(cluster)
+    if apart(config) and where.total < 2:
+        device = config.rollout.device
+        raise ConfigError(f"--cluster {cluster}: rollout.device={device} is a second GPU; give 2x{cluster}")
+    adapter = find_adapter(config.model.path)
+    name = adapter.base if adapter else config.model.path
+    if config_at_hand(name):
+        found = read_config(name, config.model.trust_remote_code)
+        check_supported(found)
+    else:
+        name, found = published_shape(name)
+    return Estimate(config, trainable_shape(config.model, found), where, rates_for(where.name), assumed), name
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A recipe on a cluster. ``shape``: a model without numbers, with its adapter if it trains one."""
+
+    config: Config
+    shape: Any
+    cluster: Cluster
+    rates: Rates
+    assumed: Assumed
+
+    @property
+    def ranks(self) -> int:
+        return 1 if apart(self.config) else self.cluster.total
+
+    @property
+    def limits(self) -> CardLimits:
+        return CardLimits.on(self.cluster.card, self.shape, 2)
+
+    @property
+    def longest(self) -> int:
+        return self.config.data.max_prompt_length + self.config.rollout.max_response_length
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a GPU that tensors may take."""
+        return (self.cluster.card.memory * GIB - CONTEXT) / KEPT
+
+    def memory(self, config: Config | None = None, ranks: int | None = None) -> Memory:
+        """Of a GPU, with as much of a cache as there is room for; no less than a sample of full length needs."""
+        memory = predict_memory(config or self.config, self.shape, True, ranks or self.ranks)
+        free = int(self.usable) - memory.lasting - memory.decoding
+        return replace(memory, cache=min(memory.cache, max(int(self.longest * self.limits.cache_bytes), free)))
+
+    def needed(self, config: Config | None = None, ranks: int | None = None) -> int:
+        """Bytes of a GPU at the worst moment."""
+        return self.memory(config, ranks).total(True)
+
+    @property
+    def fits(self) -> bool:
+        return self.needed() <= self.usable
+
+    @property
+    def rows(self) -> int:
+        """Sequences at once on a GPU, by the engine's limit and the room for keys and values."""
+        memory = self.memory()
+        cache = memory.cache + memory.cache_that_stays or self.usable - self.limits.weight_bytes
+        room = int(cache / self.limits.cache_bytes / (self.assumed.prompt + self.assumed.response))
+        return max(1, min(self.config.rollout.max_concurrent_samples, room))
+
+    def would_fit(self) -> Iterator[tuple[str, float]]:
+        """What takes less, each with bytes of a GPU then; what is of no use is left out."""
+        config, now = self.config, self.needed()
+        together, _ = easing(config, self.usable, True, self.needed)
+        for settings in (
+            {"training.tokens_per_micro_batch": self.longest},
+            {"training.activation_checkpointing": True},
+            {"training.offload_optimizer": True},
+            together,
+        ):
+            if (size := self.needed(with_values(config, settings))) < 0.98 * now:
+                yield settings_line(settings), size
+        if has_adapter(self.shape) or apart(config):
+            return
+        small = with_values(config, {"model.lora": LoraConfig(rank=16)})
+        adapted = replace(self, config=small, shape=trainable_shape(small.model, self.shape.config))
+        for settings in ({}, together):
+            if (size := adapted.needed(with_values(small, settings))) < now:
+                yield f"model.lora.rank=16 {settings_line(settings)}".strip(), size
+            for ranks in (self.ranks * 2**k for k in range(1, 11)):
+                if (size := self.needed(with_values(config, settings), ranks)) <= self.usable:
+                    yield f"{ranks} GPUs {settings_line(settings)}".strip(), size
+                    break
+
+    # -- seconds of a step ---------------------------------------------------------------------------------------------
+
+    @property
+    def decoding(self) -> Decoding:
+        text, limits, rates = self.shape.config.get_text_config(), self.limits, self.rates
+        bytes_s, operations_s = rates.bandwidth * limits.card.bytes, limits.card.operations
+        return Decoding(
+            step=text.num_hidden_layers * rates.layer + limits.weight_bytes / bytes_s,
+            row=limits.weight_bytes / (rates.matmul * operations_s) + 8 * text.vocab_size / bytes_s,
+            token=limits.cache_bytes / bytes_s,
+            prompt_token=limits.weight_bytes / (rates.update * operations_s),  # 2 operations for each 2 bytes
+        )
+
+    def sampled(self, groups: int, samples: int, keep: float, limit: int, ahead: bool = False) -> tuple[float, float]:
+        """Seconds of one engine with its share of ``groups``, and tokens of all engines."""
+        length = min(self.assumed.response, limit)
+        work = Sampling(ceil(groups / self.ranks), samples, keep, int(self.assumed.prompt), length, limit, self.rows)
+        seconds, tokens, drawn = sample(work, self.decoding, ahead)
+        return seconds + self.rates.sample * drawn * samples, tokens * groups / work.groups
+
+    def rollout(self) -> tuple[float, float]:
+        """Seconds and tokens of a step's."""
+        rollout = self.config.rollout
+        sizes = (rollout.prompts_per_step, rollout.samples_per_prompt, self.assumed.keep, rollout.max_response_length)
+        return self.sampled(*sizes, bool(self.config.ahead))
+
+    def operations(self) -> tuple[float, float]:
+        """Of a pass over a step's batch, on all GPUs together: forward alone, and forward and backward."""
+        rollout, assumed, text = self.config.rollout, self.assumed, self.shape.config.get_text_config()
+        predicted = rollout.prompts_per_step * rollout.samples_per_prompt * assumed.response
+        computed = rollout.prompts_per_step * assumed.prompt + predicted  # a prompt is computed once for its group
+        width = (
+            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        ) * text.num_attention_heads
+        attention = 4 * predicted * (assumed.prompt + assumed.response / 2) * width * text.num_hidden_layers
+        again = 1 if self.config.training.activation_checkpointing else 0
+        layers = (1 + again / 3) * self.limits.operations_per_token * computed
+        both = layers + self.limits.operations_per_prediction * predicted + (3.5 + again) * attention
+        return self.limits.weight_bytes * predicted + attention, both
+
+    def network(self) -> float:
+        """Seconds of a step in which ranks gather weights and add up gradients: of the layers in each pass (in 2 bytes,
+        twice, and in 4), of the rest in each update (in 4 and 4)."""
+        config, assumed = self.config, self.assumed
+        if self.ranks == 1 or has_adapter(self.shape):
+            return 0.0
+        samples = config.training.groups_per_update * config.rollout.samples_per_prompt / self.ranks
+        passes = ceil(samples * (assumed.response + assumed.prompt) / config.training.tokens_per_micro_batch)
+        layers, outside, _ = outside_layers(self.shape)
+        return config.updates_per_step * self.cluster.exchange(8 * (passes * layers + outside))
+
+    def seconds(self) -> dict[str, float]:
+        """Of a step, by phase; ``step``: of all."""
+        config, rates, card, trained = self.config, self.rates, self.cluster.card, trained_of(self.shape)
+        beside = apart(config) and config.ahead > 0
+        speed = self.ranks * rates.update * card.operations / (BESIDE if beside else 1.0)
+        passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off")
+        forward, both = self.operations()
+        moments = 8 * trained / self.ranks * config.updates_per_step if config.training.offload_optimizer else 0.0
+        found = {
+            "rollout": self.rollout()[0],
+            "reward": self.assumed.reward_s,
+            "annotate": passes * forward / speed,
+            "update": max(config.training.epochs_per_rollout * both / speed, self.network()) + moments / BUS,
+            "sync": rates.sync + 6 * trained / (HAND_OVER * card.bytes) + self.cluster.exchange(2 * trained),
+            "rest": rates.rest * config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
+        }
+        others = sum(found.values()) - found["rollout"]
+        return found | {"step": max(found["rollout"], others) if beside else found["rollout"] + others}
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def steps(self, seconds: float) -> int:
+        training = self.config.training
+        return (
+            training.steps if training.minutes is None else min(training.steps, int(60 * training.minutes // seconds))
+        )
+
+    def evaluations_s(self, steps: int) -> float | None:
+        """Seconds of all evaluations; None: it is not known how many rows they have."""
+        evaluation = self.config.evaluation
+        if not evaluation.data:
+            return 0.0
+        rows = evaluated_rows(evaluation.data, evaluation.rows) or evaluation.rows
+        if rows is None:
+            return None
+        times = 1 + min(steps, ceil(steps / (evaluation.every or steps or 1)))
+        return times * self.sampled(rows, evaluation.samples_per_prompt, 1.0, self.config.evaluated_length)[0]
+
+    def disk(self, steps: int, tokens: float) -> dict[str, float]:
+        """Bytes of a checkpoint, and of the whole run, in each of whose steps so many tokens are sampled."""
+        trained, saved = trained_of(self.shape), float(self.config.run.save_samples)
+        checkpoint = checkpoint_bytes(trained)
+        samples = saved * steps * tokens * BYTES_PER_TOKEN
+        return {"checkpoint": checkpoint, "run": checkpoints_kept(self.config) * checkpoint + 8 * trained + samples}
+
+    def main_memory(self) -> float:
+        """Bytes of a host: processes, a checkpoint on its way to disk, moments and reward workers."""
+        here, reward = min(self.ranks, self.cluster.gpus), self.config.reward
+        snapshot = checkpoint_bytes(trained_of(self.shape)) * here / self.ranks
+        workers = getattr(reward, "workers", 0) * getattr(reward, "memory_mb", 0) * 2**20
+        return here * (PROCESS + self.memory().host) + snapshot + workers
+
+    # -- words ---------------------------------------------------------------------------------------------------------
+
+    def engine_note(self) -> str:
+        """Where the engine's copy of the weights takes much of a GPU, what would take less."""
+        copy = self.limits.weight_bytes
+        if copy < 0.4 * self.usable:
+            return ""
+        parts = 2 ** ceil(math.log2(copy / (0.25 * self.usable)))
+        return (
+            f"the native engine has the whole weights on each GPU, {copy / GIB:.1f} GiB; one that divides them "
+            f"(vLLM, tensor parallelism of {parts}, on GPUs of its own) has {copy / parts / GIB:.1f}"
+        )
+
+    def assumptions(self) -> Iterator[str]:
+        assumed, rates, name = self.assumed, self.rates, self.cluster.name
+        tokens = f"responses of {assumed.response:g} tokens and prompts of {assumed.prompt:g} on average"
+        yield f"{tokens}, {assumed.keep:.0%} of the groups are kept (--response, --prompt, --keep)"
+        yield f"rewards are scored beside the sampling, but for {assumed.reward_s:g} s of a step (--reward-s)"
+        yield f"responses of full length where memory is concerned; {CONTEXT / GIB:.1f} GiB are CUDA's own"
+        yield f"PyTorch holds {KEPT:.2f} times what is in use"
+        scaled = "" if rates.card == name else f", scaled to the {name} by the makers' figures"
+        yield f"rates measured on the {rates.card} with {rates.models}{scaled} (bench/rates.py writes them)"
+        if self.ranks > 1:
+            kind = "an adapter whole on each" if has_adapter(self.shape) else "FSDP2 over all"
+            yield f"an engine on each GPU, training on all ({kind}); {NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts"
+            yield "not measured: networks, and what GPUs wait for each other"
+        if self.config.model.compute_dtype == "float32":
+            yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
+        if self.config.rollout.engine != "native" or self.config.reward.kind == "model":
+            yield "other engines and reward models are not in it: the native engine is planned for, and no reward model"
+        if apart(self.config):
+            yield "the engine has a GPU of its own; memory is that of the other one"

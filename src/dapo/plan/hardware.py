@@ -1,0 +1,107 @@
+"""GPUs and models by name: clusters such as 8x8xH100, rates as measured, shapes as published."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dapo.errors import ConfigError, ModelError
+from dapo.orchestrator.mfu import CARDS, Card
+
+NETWORK = 50e9
+"""Bytes a second of a GPU's share of the network between hosts, in each direction: 400 Gbit/s. Assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """``hosts`` of ``gpus`` cards each."""
+
+    hosts: int
+    gpus: int
+    name: str
+
+    @property
+    def card(self) -> Card:
+        return CARDS[self.name]
+
+    @property
+    def total(self) -> int:
+        return self.hosts * self.gpus
+
+    def exchange(self, size: float) -> float:
+        """Seconds until every GPU has ``size`` bytes of which each has a share, or has its share of their sum."""
+        inside = size * (1 - 1 / self.gpus) / self.card.link
+        return max(inside, size * (1 - 1 / self.hosts) / (self.gpus * NETWORK))
+
+
+def read_cluster(text: str) -> Cluster:
+    """``H200``, ``8xH100`` (one host) or ``8x8xH100`` (hosts, GPUs of each). Raises ConfigError for anything else."""
+    found = re.fullmatch(r"(?:([1-9]\d{0,4})x)?(?:([1-9]\d{0,2})x)?([A-Za-z].*)", text.strip().replace("*", "x"))
+    names = {_plain(name): name for name in CARDS}
+    name = max((n for n in names if found and _plain(found[3]).startswith(n)), key=len, default="")
+    if found is None or not name:
+        known = ", ".join(name.replace(" ", "-") for name in CARDS)
+        raise ConfigError(
+            f"--cluster {text!r}: give hosts x GPUs x card, such as 8x8xH100, 8xH100 or H200; known: {known}"
+        )
+    first, second = int(found[1] or 1), int(found[2] or 1)
+    return Cluster(first, second, names[name]) if found[2] else Cluster(1, first, names[name])
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+@cache
+def _table(name: str) -> Any:
+    return json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured on ``card``: what each is of stands in rates.json, which ``python bench/rates.py`` writes."""
+
+    card: str
+    update: float
+    matmul: float
+    bandwidth: float
+    layer: float
+    sample: float
+    rest: float
+    sync: float
+    models: str
+    """With which of them each was measured."""
+    rows: tuple[dict[str, Any], ...]
+    """Of the table: where each comes from."""
+
+
+def rates_for(card: str) -> Rates:
+    """The rates of a card, or where none were measured on it those of the first one that has some."""
+    rows = _table("rates")
+    measured = card if any(row["card"] == card for row in rows) else rows[0]["card"]
+    rows = [row for row in rows if row["card"] == measured]
+    values = {row["rate"]: row["value"] for row in rows}
+    of = {
+        model: ", ".join(r["rate"] for r in rows if r["model"] == model) for model in sorted(r["model"] for r in rows)
+    }
+    models = "; ".join(f"{model} ({names})" for model, names in of.items())
+    return Rates(measured, models=models, rows=tuple(rows), **values)
+
+
+def published_shape(name: str) -> tuple[str, Any]:
+    """Name and config of a published model, by its name (``Qwen/Qwen2.5-Coder-7B-Instruct``) or size alone (``7B``).
+    Raises ModelError: there is none in the table."""
+    from transformers import AutoConfig
+
+    for known, sizes in _table("shapes").items():
+        family, _, size = known.rpartition("-")
+        if re.search(rf"(?i)({re.escape(family)}\b.*-|^){re.escape(size)}\b", Path(name).name):
+            return known, AutoConfig.for_model(**sizes)
+    raise ModelError(
+        f"model {name}: is neither here nor in the table of published shapes; give as model.path a folder with its "
+        f"config.json, a size such as 7B, or one of {', '.join(_table('shapes'))}"
+    )

@@ -1,0 +1,163 @@
+"""The learner over ranks, as the loop sees it: one door, numpy and numbers through it.
+
+Consumes: token batches. Produces: columns and reports, as :class:`~dapo.training.learner.LocalLearner` does. Every call
+goes to all ranks at once. Waits for them; for those that hang after one has failed, a bounded time.
+
+Whoever starts the ranks (Ray, or a test) makes a :class:`~dapo.training.parallel.worker.RankWorker` in each process and
+gives a :class:`RankHandle` of each, by rank, to :meth:`RankedLearner.start`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from dapo.algorithm.kl import AdaptiveKL
+from dapo.errors import UserError
+from dapo.records import TokenBatch
+from dapo.training.learner import UpdatesOfAStep
+from dapo.training.parallel.worker import Facts, PeerLostError
+from dapo.util.asynchronous import until_done
+
+T = TypeVar("T")
+GRACE_SECONDS = 10.0
+
+
+class RankDied(Exception):
+    """A rank's process is gone. The message says what is known of its end."""
+
+
+class RankError(UserError):
+    """A rank failed, so the learner is of no use any more. The run goes on from its last checkpoint."""
+
+
+class RankHandle(Protocol):
+    """One rank, wherever it is."""
+
+    async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
+        """``worker.method(...)`` there. Raises what it raised, or :class:`RankDied`."""
+        ...
+
+    async def end(self) -> None:
+        """End its process, by force, if it is there."""
+        ...
+
+
+class RankedLearner:
+    """N ranks behind the door of a learner (``orchestrator/protocols.Learner``).
+
+    Attributes:
+        facts: of the trainer after the last call.
+    """
+
+    facts: Facts
+
+    def __init__(self, ranks: Sequence[RankHandle], kl: AdaptiveKL, grace_s: float = GRACE_SECONDS) -> None:
+        """
+        Args:
+            ranks: of workers that nobody has called yet.
+            kl: the coefficient of a KL in the loss; others may change it.
+            grace_s: for the other ranks to come to an end by themselves, once one has failed.
+        """
+        self._ranks, self._kl, self._grace = ranks, kl, grace_s
+        self._rate = (0, 0.0)
+        self._failure: RankError | None = None
+
+    async def start(self, host: str, *args: Any, **keywords: Any) -> None:
+        """Have the ranks meet at ``host``, the machine of rank 0, and load the model; arguments are those of
+        :meth:`~dapo.training.parallel.worker.RankWorker.build`."""
+        address = await self._ranks[0].call("open", host)
+        await self._on_all("join", "join", address)
+        await self.call("build", *args, **keywords)
+
+    @property
+    def version(self) -> int:
+        """Of the weights last handed out."""
+        return self.facts.version
+
+    def begin_step(self, step: int, spent: float) -> None:
+        """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
+        self._rate = (step, spent)
+
+    async def annotate(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the log-probabilities that the recipe asks for."""
+        return batch.with_columns(**(await self.call("annotate", batch)))
+
+    async def update(self, step: int, index: int, mini: TokenBatch, into: UpdatesOfAStep) -> None:
+        """Make update ``index`` of a step, unless it was made already, and leave its report in ``into``.
+
+        A caller that is cancelled waits for its end: an update is made and its report is there, both or neither.
+
+        Raises:
+            NumericalError: too many updates in a row were skipped; says why and what to try.
+            RankError: a rank failed; names it.
+        """
+        if index > (made := len(into.reports)):
+            raise ValueError(f"update {index} of a step of which {made} were made")
+        if index == made:
+            await _to_its_end(self._update(index, mini, into))
+
+    async def _update(self, index: int, mini: TokenBatch, into: UpdatesOfAStep) -> None:
+        rate = into.reports[0].learning_rate if into.reports else None
+        into.reports.append(await self.call("update", self._rate, rate, index, mini, self._kl.coef))
+
+    async def save(self, folder: Path) -> None:
+        """Write ``model`` and ``optimizer`` as they are now into ``folder``.
+        Raises FileExistsError: one of them is there."""
+        await self.call("save", folder)
+
+    async def load(self, folder: Path) -> None:
+        """Go on from :meth:`save`, of any number of ranks. Raises UserError: missing, damaged, or of another model."""
+        await self.call("load", folder)
+
+    async def close(self) -> None:
+        """End all ranks."""
+        await asyncio.gather(*(rank.end() for rank in self._ranks))
+
+    async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
+        """What ``method`` of the workers gives on rank 0. It is made to its end, also if the caller is cancelled.
+
+        Raises:
+            UserError: what every rank raised: they can go on.
+            RankError: a rank died or failed alone. The others were told and are ended.
+        """
+        result, self.facts = (await _to_its_end(self._on_all(method, "perform", method, *args, **keywords)))[0]
+        return result
+
+    async def _on_all(self, what: str, *request: Any, **keywords: Any) -> list[Any]:
+        if self._failure is not None:
+            raise self._failure
+        calls = [asyncio.ensure_future(rank.call(*request, **keywords)) for rank in self._ranks]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        errors = [call.exception() if call.done() else None for call in calls]
+        if any(errors):
+            # others may be about to say the same, or to say whose fault it was
+            patient = all(error is None or isinstance(error, UserError | PeerLostError) for error in errors)
+            await asyncio.wait(calls, timeout=self._grace if patient else 0)
+            errors = [call.exception() if call.done() else TimeoutError("it did not answer") for call in calls]
+            if isinstance(errors[0], UserError) and all(isinstance(error, UserError) for error in errors):
+                raise errors[0]
+            self._failure = RankError(_told(what, errors))
+            await self.close()
+            for call in calls:
+                call.cancel()
+            raise self._failure
+        return [call.result() for call in calls]
+
+
+def _told(what: str, errors: Sequence[BaseException | None]) -> str:
+    """Whose error came before those of the others, which only lost it."""
+    weight = {RankDied: 0, TimeoutError: 2, PeerLostError: 3, type(None): 4}
+    number = min(range(len(errors)), key=lambda rank: weight.get(type(errors[rank]), 1))
+    return (
+        f"rank {number} of {len(errors)} failed in {what}: {str(errors[number]) or type(errors[number]).__name__}. "
+        "All ranks are ended; resume the run, which goes on from its last checkpoint, on as many ranks as there are"
+    )
+
+
+async def _to_its_end(work: Awaitable[T]) -> T:
+    task = asyncio.ensure_future(work)
+    await until_done(task)
+    return task.result()

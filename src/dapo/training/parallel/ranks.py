@@ -1,0 +1,63 @@
+"""The processes that train one model together, and what they tell each other.
+
+All of them call these together, in the same order, each from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dapo.errors import UserError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """One process: what it has is all there is."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: T) -> Sequence[T]:
+        """What every rank has, by rank: small Python objects."""
+        return [value]
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Put the sum over all ranks in its place."""
+
+    def together(self, work: Callable[[], T], alone: int | None = None) -> T:
+        """What ``work``, which exchanges nothing, gives here. Where it fails on one rank, it fails on all; the others
+        say whose error it was. ``alone``: the only rank that does it."""
+        result, failure = None, None
+        try:
+            result = work() if alone in (None, self.rank) else None
+        except Exception as error:
+            failure = error
+        told = self.gather(None if failure is None else f"rank {self.rank}: {failure}")
+        if failure is not None:
+            raise failure
+        for line in filter(None, told):
+            raise UserError(line)
+        return result  # type: ignore[return-value]
+
+
+class ProcessRanks(Ranks):
+    """The processes of a group of ``torch.distributed``."""
+
+    def __init__(self, group: Any = None, control: Any = None) -> None:
+        """``group``: for tensors, None: all processes. ``control``: for objects, on the host; None: the same."""
+        self.group: Any = group or dist.group.WORLD
+        self._control = control or self.group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def gather(self, value: T) -> Sequence[T]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)

@@ -1,0 +1,211 @@
+"""One rank of the learner: the trainer of one process, which exchanges what it has to with the others.
+
+All methods are called on all ranks, in the same order, one at a time and from one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dapo.algorithm.kl import AdaptiveKL
+from dapo.config import Config
+from dapo.model.compiling import compile_layers
+from dapo.model.placement import determinism, set_threads
+from dapo.records import FloatArray, TokenBatch
+from dapo.training.faults import FaultFolder
+from dapo.training.learner import LocalLearner
+from dapo.training.lora import begin_adapter, load_trainable
+from dapo.training.objective_protocol import Objective
+from dapo.training.parallel.holding import Replica, Sharded
+from dapo.training.parallel.ranks import ProcessRanks
+from dapo.training.policy import Policy
+from dapo.training.trainer import Trainer
+from dapo.training.update_report import UpdateReport
+from dapo.util.memory import give_back_memory
+
+T = TypeVar("T")
+_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
+_LOST = ("Connection closed", "Connection reset", "Socket closed", "gloo", "NCCL", "Broken pipe", "Timed out")
+
+
+class PeerLostError(Exception):
+    """This rank is well, but another one is gone or does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What others want to know of the trainer."""
+
+    version: int
+    updates: int
+    skipped_updates: int
+    learning_rate: float
+
+
+class RankWorker:
+    """A rank, from its start to its end.
+
+    Attributes:
+        learner: that of one process, whose trainer is one of several; it is there once :meth:`build` was called.
+    """
+
+    ranks: ProcessRanks
+    learner: LocalLearner
+
+    def __init__(self, rank: int, size: int, device: torch.device | str = "cpu") -> None:
+        """``rank`` of ``size``, computing on ``device``: ``cpu``, or one GPU."""
+        self.rank, self.size, self.device = rank, size, torch.device(device)
+        self._closing = contextlib.ExitStack()
+        self._meeting: Any = None
+        self._done: tuple[Any, UpdateReport] | None = None
+
+    def open(self, host: str) -> str:
+        """On rank 0 only: have the ranks meet on this machine, by the name or number ``host``. Returns the address."""
+        self._meeting = _STORE(host, 0, self.size, is_master=True, wait_for_workers=False)
+        return f"{host}:{self._meeting.port}"
+
+    def join(self, address: str, timeout_s: float = 600.0) -> None:
+        """Meet the others at ``address``, which rank 0 has opened; all ranks at the same time.
+        ``timeout_s``: how long one waits for another at most, then and later."""
+        host, _, port = address.rpartition(":")
+        common: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+        store = self._meeting or _STORE(host, int(port), self.size, is_master=False, **common)
+        gpu = self.device.type == "cuda"
+        if gpu:
+            torch.cuda.set_device(self.device)
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, **common)
+        self.ranks = ProcessRanks(control=dist.new_group(backend="gloo", **common) if gpu else None)
+
+    def build(
+        self,
+        config: Config,
+        source: Any = None,
+        sharded: bool = True,
+        cpu_offload: bool = False,
+        objective: Objective | None = None,
+        faults: Path | None = None,
+    ) -> None:
+        """Load the model, and make the trainer.
+
+        Args:
+            source: folder or name of the model; None: that of the recipe.
+            sharded: FSDP2, or the whole model on each rank, as an adapter's has to be.
+            cpu_offload: of a sharded model, see :class:`~dapo.training.parallel.holding.Sharded`.
+            objective: in place of the recipe's.
+            faults: folder of updates that were not finite.
+
+        Raises:
+            UserError: it cannot be loaded, or not be trained this way.
+        """
+        self._closing.enter_context(determinism(config, self.device))
+        training, temperature = config.training, config.rollout.temperature
+        dtype = getattr(torch, config.model.compute_dtype)
+
+        def trainer() -> Trainer:
+            model = load_trainable(source or config.model.path, config.model, "cpu" if sharded else self.device)
+            set_threads(config, model)
+            return Trainer(begin_adapter(model, config.model, config.seed), training, temperature, dtype, held())
+
+        def reference() -> Policy:
+            model, own = load_trainable(source or config.model.path, config.model, "cpu").requires_grad_(False), held()
+            own.take(model, dtype)
+            if self.device.type == "cuda":  # as the trainer's: its KL to itself is exactly 0 then
+                compile_layers(model)
+            return Policy(model, temperature, training.tokens_per_micro_batch, dtype, own)
+
+        def held() -> Replica:
+            return Sharded(self.ranks, self.device, cpu_offload) if sharded else Replica(self.ranks, self.device)
+
+        apart = self._in_turn(reference) if sharded and config.algorithm.kl.mode != "off" else None
+        made = self._in_turn(trainer) if sharded else self.ranks.together(trainer)
+        self._kl = AdaptiveKL(0.0, None, 1)
+        self.learner = LocalLearner(made, config, self._kl, objective, reference=apart)
+        if faults is not None and self.rank == 0:
+            self.learner.trainer.faults = FaultFolder(faults)
+
+    def _in_turn(self, load: Callable[[], T]) -> T:
+        """One rank after the other, so that the memory of a host holds one whole model at a time."""
+        found = [self.ranks.together(load, alone=rank) for rank in range(self.size)]
+        return found[self.rank]
+
+    def use(self, config: Config) -> None:
+        """Go on with other settings."""
+        self.learner.use(config)
+
+    @property
+    def facts(self) -> Facts:
+        trainer = self.learner.trainer
+        return Facts(trainer.version, trainer.updates, trainer.skipped_updates, trainer.learning_rate)
+
+    def perform(self, method: str, *args: Any, **keywords: Any) -> tuple[Any, Facts]:
+        """``self.method(...)``, and the facts after it; of ranks other than the first, no result.
+
+        Raises:
+            UserError: as every rank raises it.
+            PeerLostError: another rank is gone.
+        """
+        try:
+            result = getattr(self, method)(*args, **keywords)
+        except Exception as error:
+            lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+            if lost or isinstance(error, dist.DistError):
+                raise PeerLostError(str(error)) from error
+            raise
+        return (result if self.ranks.rank == 0 else None), self.facts
+
+    def annotate(self, batch: TokenBatch) -> dict[str, FloatArray]:
+        """The columns that the recipe asks for."""
+        return dict(self.learner.annotated(batch).columns)
+
+    def update(
+        self, rate: tuple[int, float], fixed_rate: float | None, index: int, mini: TokenBatch, kl_coef: float
+    ) -> UpdateReport:
+        """Update ``index`` of step ``rate[0]``; the last one once more is its report.
+
+        Args:
+            rate: step and spent share of the run, for the learning rate.
+            fixed_rate: in place of that.
+            mini: all of the mini-batch, on every rank.
+            kl_coef: of a KL in the loss.
+        """
+        name = (rate[0], index)
+        if self._done is not None and self._done[0] == name:
+            return self._done[1]
+        trainer = self.learner.trainer
+        trainer.begin_step(*rate)
+        if fixed_rate is not None:  # a step that was resumed inside of it has one rate
+            trainer.set_learning_rate(fixed_rate)
+        self._kl.coef = kl_coef
+        report = trainer.update(mini, self.learner.inputs(mini), self.learner.watched_objective)
+        give_back_memory()
+        self._done = (name, report)
+        return report
+
+    def publish(self) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
+        """As :meth:`dapo.training.trainer.Trainer.publish`: whole tensors, one by one. Every rank takes all of them."""
+        return self.learner.publish()
+
+    def export(self, folder: Path, **how: Any) -> None:
+        """As :meth:`dapo.training.trainer.Trainer.save`: the weights, for other programs too."""
+        self.learner.trainer.save(folder, **how)
+
+    def save(self, folder: Path) -> None:
+        """Write ``model`` and ``optimizer`` into ``folder``. Each is there whole or not at all."""
+        self.learner.trainer.check_finite()
+        self.learner.trainer.save(folder / "model")
+        self.learner.trainer.save_state(folder / "optimizer")
+
+    def load(self, folder: Path) -> None:
+        """Go on from :meth:`save`, of any number of ranks or of one process."""
+        self.learner.trainer.load(folder / "model")
+        self.learner.trainer.load_state(folder / "optimizer")
+        self._done = None
