@@ -14,6 +14,7 @@ from training_cases import make_inputs, weights_of
 from dapo.algorithm.objective import DapoObjective
 from dapo.config import TrainingConfig
 from dapo.config.sections import ModelConfig
+from dapo.errors import ConfigError
 from dapo.model.compiling import compile_layers
 from dapo.model.loading import load_model
 from dapo.training.faults import FaultFolder
@@ -94,6 +95,9 @@ class WaitingWorker(RankWorker):
             time.sleep(seconds)
         self.ranks.gather(None)
 
+    def undiagnosed(self, batch):
+        return undiagnosed(self.ranks, "sharded", batch)
+
     def published(self):
         """How many times; all tensors are taken."""
         version, weights = self.publish()
@@ -120,11 +124,39 @@ def stopped(ranks, how, batch, folder):
     """An update with an advantage that is not finite: ``(report, weights, weights before)``."""
     trainer = trainer_of(held_by(ranks, how))
     before = weights_of(trainer).numpy()
-    if ranks.rank == 0:
+    if folder is not None and ranks.rank == 0:
         trainer.faults = FaultFolder(folder)
     inputs = make_inputs(batch)
     inputs.advantages[int(np.flatnonzero(batch.group_ids == 2)[1])] = np.nan
     return trainer.update(batch, inputs, DapoObjective()), weights_of(trainer).numpy(), before
+
+
+def interrupted(ranks, how, batch):
+    """Two updates that end midway, at the first and the second micro-batch, and a whole one: ``(report, weights)``."""
+    trainer = trainer_of(held_by(ranks, how), tokens_per_micro_batch=32)
+    for good in (0, 1):
+        objective, calls = DapoObjective(), iter(range(good))
+
+        def ending(*args, calls=calls, objective=objective):
+            if next(calls, None) is None:
+                raise ConfigError("the objective does not go on")
+            return objective(*args)
+
+        with pytest.raises(ConfigError, match="does not go on"):
+            trainer.update(batch, make_inputs(batch), ending)
+    return trainer.update(batch, make_inputs(batch), DapoObjective()), weights_of(trainer).numpy()
+
+
+def undiagnosed(ranks, how, batch):
+    """An update that is not finite, whose cause rank 1 has no memory to look for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+
+            def fail(*args):
+                raise torch.OutOfMemoryError("no memory to diagnose")
+
+            patch.setattr("dapo.training.trainer.diagnose", fail)
+        return stopped(ranks, how, batch, None)[0].skipped
 
 
 def nowhere(ranks, how):

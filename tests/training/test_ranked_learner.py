@@ -104,6 +104,10 @@ def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
         await learner.load(tmp_path / "checkpoint")
         assert await learner.call("published") == 1 and learner.version == 1
 
+        with pytest.raises(FileExistsError, match=r"rank 0: .*checkpoint/model exists"):  # of all, and they go on
+            await learner.save(tmp_path / "checkpoint")
+        await asyncio.gather(learner.save(tmp_path / "more"), learner.call("published"))  # one after the other
+
         begun = asyncio.ensure_future(learner.call("wait", 60.0))  # rank 0 waits for rank 1, which sleeps
         await asyncio.sleep(0.5)
         processes[1].process.kill()
@@ -119,6 +123,16 @@ def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
     after = local(config, model)
     asyncio.run(two_updates(after, Step()))
     np.testing.assert_allclose(weights_of(alone.trainer), weights_of(after.trainer), atol=1e-5)
+
+
+def test_a_diagnosis_that_fails_on_one_rank_ends_all(model):
+    async def work(learner: RankedLearner, processes: list[RankProcess]) -> None:
+        start = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 of 2 failed in undiagnosed: no memory to diagnose"):
+            await learner.call("undiagnosed", BATCH)
+        assert time.monotonic() - start < 20
+
+    asyncio.run(with_ranks(work, config_of(model), timeout_s=60))
 
 
 # --- without processes --------------------------------------------------------------------------------------------
@@ -171,6 +185,13 @@ def test_what_every_rank_raises_ends_no_rank():
     error, ranks = failing(NumericalError("3 updates in a row"), NumericalError("3 updates"))
     assert isinstance(error, NumericalError) and str(error) == "3 updates in a row"
     assert not any(rank.ended for rank in ranks)
+
+
+def test_ranks_that_cannot_meet_are_ended():
+    ranks = [Fake(OSError("the port is taken")), Fake(None)]
+    with pytest.raises(RankError, match="rank 0 of 2 failed in open: the port is taken"):
+        asyncio.run(RankedLearner(ranks, AdaptiveKL(0.0, None, 1)).start("localhost"))
+    assert all(rank.ended for rank in ranks) and ranks[1].calls == 0
 
 
 def test_an_update_whose_caller_is_cancelled_is_made_and_reported():

@@ -16,7 +16,18 @@ from dapo.errors import ConfigError, UserError
 from dapo.training.packing import cut
 from dapo.training.parallel.ranks import Ranks
 from own_methods import Gspo, preference
-from rank_cases import RankOfTests, compiled, nowhere, restored, stopped, stored, train, trainer_of
+from rank_cases import (
+    RankOfTests,
+    compiled,
+    interrupted,
+    nowhere,
+    restored,
+    stopped,
+    stored,
+    train,
+    trainer_of,
+    undiagnosed,
+)
 from rank_processes import RankProcess, on_all
 
 UPDATES = [packed(random_groups(SHAPE, seed)) for seed in (0, 1)]
@@ -155,6 +166,19 @@ def test_what_is_not_finite_is_skipped_on_all_ranks_and_found(pool, tmp_path):
         assert ("batch and a report are in" in report.skipped) == (place == 0)
 
 
+@pytest.mark.parametrize("how", ["whole", "sharded"])
+def test_an_update_that_failed_midway_leaves_no_gradient(pool, how):
+    expected, weights = interrupted(Ranks(), "whole", UPDATES[0])
+    for report, found in pool(2, interrupted, how, UPDATES[0]):
+        assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        np.testing.assert_allclose(found, weights, atol=1e-5)
+
+
+def test_whole_copies_skip_an_update_that_one_of_them_cannot_diagnose(pool):
+    one, other = pool(2, undiagnosed, "whole", UPDATES[0])
+    assert "draw 2" in one and other.startswith("not finite")
+
+
 # --- the weights, handed over and stored --------------------------------------------------------------------------
 
 
@@ -185,7 +209,9 @@ def test_a_checkpoint_goes_on_on_another_number_of_ranks(pool, tmp_path, how, si
 
 
 def test_a_rank_that_cannot_write_leaves_nothing(pool, tmp_path):
-    with pytest.raises((UserError, OSError), match="disk is full"):
+    with pytest.raises(
+        UserError, match="rank 1: OSError: the disk is full"
+    ):  # rank 0, whose error this is, says so too
         pool(2, stored, "sharded", UPDATES[:1], tmp_path / "run", full=1)
     assert not list((tmp_path / "run").glob("*"))
     pool(2, stored, "sharded", UPDATES[:1], tmp_path / "run")

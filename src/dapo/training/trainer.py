@@ -182,7 +182,7 @@ class Trainer:
         skipped: str | None = NO_LOSS_TOKENS
         fresh = not self._unpublished
         if loss_tokens:
-            self._optimizer.zero_grad()
+            self.policy.held.begin_update(self._parameters)
             self._accumulate(batch, inputs, objective, totals, clock)
             with clock("optimizer"):
                 norm, applied = self._apply(totals)
@@ -355,11 +355,11 @@ class Trainer:
         return norm, True
 
     def _diagnosis(self, batch: TokenBatch, inputs: Any, objective: Objective) -> Fault:
-        """What went wrong. That it cannot be found out (for want of memory, say) must not end what only skips."""
+        """What went wrong. Not to find out (for want of memory, say) must end nothing but ranks in lockstep."""
         try:
             fault = diagnose(self.policy, batch, inputs, objective, self._parameters)
         except Exception as error:
-            if isinstance(error, Stopped):
+            if isinstance(error, Stopped) or self.policy.held.lockstep:
                 raise
             fault = Fault(None, None, None, 0, batch.num_samples, (), len(self._parameters), None, {})
         weights, gradients = zip(*self.policy.held.ranks.gather((fault.weight, fault.gradients)), strict=True)

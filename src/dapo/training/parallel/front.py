@@ -18,6 +18,7 @@ from dapo.algorithm.kl import AdaptiveKL
 from dapo.errors import UserError
 from dapo.records import TokenBatch
 from dapo.training.learner import UpdatesOfAStep
+from dapo.training.parallel.ranks import AGREED
 from dapo.training.parallel.worker import Facts, PeerLostError
 from dapo.util.asynchronous import until_done
 
@@ -64,12 +65,14 @@ class RankedLearner:
         self._ranks, self._kl, self._grace = ranks, kl, grace_s
         self._rate = (0, 0.0)
         self._failure: RankError | None = None
+        self._one_at_a_time = asyncio.Lock()
 
-    async def start(self, host: str, *args: Any, **keywords: Any) -> None:
-        """Have the ranks meet at ``host``, the machine of rank 0, and load the model; arguments are those of
-        :meth:`~dapo.training.parallel.worker.RankWorker.build`."""
-        address = await self._ranks[0].call("open", host)
-        await self._on_all("join", "join", address)
+    async def start(self, host: str, *args: Any, timeout_s: float = 600.0, **keywords: Any) -> None:
+        """Have the ranks meet at ``host``, the machine of rank 0, and load the model.
+        ``timeout_s``: how long a rank waits for another at most, then and later; other arguments are those of
+        :meth:`~dapo.training.parallel.worker.RankWorker.build`. Raises as :meth:`call`."""
+        [address] = await self._on(self._ranks[:1], "open", "open", host)
+        await self._on(self._ranks, "join", "join", address, timeout_s)
         await self.call("build", *args, **keywords)
 
     @property
@@ -120,26 +123,30 @@ class RankedLearner:
         """What ``method`` of the workers gives on rank 0. It is made to its end, also if the caller is cancelled.
 
         Raises:
-            UserError: what every rank raised: they can go on.
+            UserError, FileExistsError: what every rank raised: they can go on.
             RankError: a rank died or failed alone. The others were told and are ended.
         """
-        result, self.facts = (await _to_its_end(self._on_all(method, "perform", method, *args, **keywords)))[0]
+        result, self.facts = (await _to_its_end(self._on(self._ranks, method, "perform", method, *args, **keywords)))[0]
         return result
 
-    async def _on_all(self, what: str, *request: Any, **keywords: Any) -> list[Any]:
+    async def _on(self, ranks: Sequence[RankHandle], what: str, *request: Any, **keywords: Any) -> list[Any]:
+        async with self._one_at_a_time:
+            return await self._now_on(ranks, what, *request, **keywords)
+
+    async def _now_on(self, ranks: Sequence[RankHandle], what: str, *request: Any, **keywords: Any) -> list[Any]:
         if self._failure is not None:
             raise self._failure
-        calls = [asyncio.ensure_future(rank.call(*request, **keywords)) for rank in self._ranks]
+        calls = [asyncio.ensure_future(rank.call(*request, **keywords)) for rank in ranks]
         await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         errors = [call.exception() if call.done() else None for call in calls]
         if any(errors):
             # others may be about to say the same, or to say whose fault it was
-            patient = all(error is None or isinstance(error, UserError | PeerLostError) for error in errors)
+            patient = all(error is None or isinstance(error, (*AGREED, PeerLostError)) for error in errors)
             await asyncio.wait(calls, timeout=self._grace if patient else 0)
             errors = [call.exception() if call.done() else TimeoutError("it did not answer") for call in calls]
-            if isinstance(errors[0], UserError) and all(isinstance(error, UserError) for error in errors):
+            if errors[0] is not None and all(isinstance(error, AGREED) for error in errors):
                 raise errors[0]
-            self._failure = RankError(_told(what, errors))
+            self._failure = RankError(_told(what, errors, len(self._ranks)))
             await self.close()
             for call in calls:
                 call.cancel()
@@ -147,12 +154,12 @@ class RankedLearner:
         return [call.result() for call in calls]
 
 
-def _told(what: str, errors: Sequence[BaseException | None]) -> str:
+def _told(what: str, errors: Sequence[BaseException | None], size: int) -> str:
     """Whose error came before those of the others, which only lost it."""
     weight = {RankDied: 0, TimeoutError: 2, PeerLostError: 3, type(None): 4}
     number = min(range(len(errors)), key=lambda rank: weight.get(type(errors[rank]), 1))
     return (
-        f"rank {number} of {len(errors)} failed in {what}: {str(errors[number]) or type(errors[number]).__name__}. "
+        f"rank {number} of {size} failed in {what}: {str(errors[number]) or type(errors[number]).__name__}. "
         "All ranks are ended; resume the run, which goes on from its last checkpoint, on as many ranks as there are"
     )
 

@@ -60,6 +60,11 @@ class Replica:
         """Hold ``model`` from now on: what training may change by name, as this rank has it. Tied ones come once."""
         return changing_parameters(model)
 
+    def begin_update(self, parameters: Parameters) -> None:
+        """Before the first pass of an update: no gradient is left of one that failed midway."""
+        for parameter in parameters.values():
+            parameter.grad = None
+
     def begin_pass(self, last: bool) -> None:
         """Before each forward pass; ``last``: the gradients are wanted after its backward pass."""
 
@@ -142,11 +147,17 @@ class Sharded(Replica):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # the sum over ranks, not the mean
                 module.set_force_sum_reduction_for_comms(True)
-        self._root = root
+        self._root, self._model = root, model
         self._sharded = dict(model.named_parameters())
         if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
             raise RuntimeError("the tied head was untied")
         return {name: nn.Parameter(p.to_local().detach(), p.requires_grad) for name, p in self._sharded.items()}
+
+    def begin_update(self, parameters: Parameters) -> None:
+        super().begin_update(parameters)
+        self._model.zero_grad()  # of the root gathered whole, if an update failed midway
+        self._root.reshard()
+        self._model.zero_grad()  # of this rank's rows
 
     def begin_pass(self, last: bool) -> None:
         self._root.set_requires_gradient_sync(last, recurse=False)

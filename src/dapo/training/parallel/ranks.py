@@ -14,6 +14,8 @@ import torch.distributed as dist
 from dapo.errors import UserError
 
 T = TypeVar("T")
+AGREED = (UserError, FileExistsError)
+"""What all ranks raise together and go on after."""
 
 
 class Ranks:
@@ -30,18 +32,25 @@ class Ranks:
         """Put the sum over all ranks in its place."""
 
     def together(self, work: Callable[[], T], alone: int | None = None) -> T:
-        """What ``work``, which exchanges nothing, gives here. Where it fails on one rank, it fails on all; the others
-        say whose error it was. ``alone``: the only rank that does it."""
+        """What ``work``, which exchanges nothing, gives here. Where it fails on one rank, it fails on all.
+        ``alone``: the only rank that does it.
+
+        Raises:
+            UserError: the same on all ranks, of the first one that failed. Its class and FileExistsError are kept.
+        """
         result, failure = None, None
         try:
             result = work() if alone in (None, self.rank) else None
         except Exception as error:
             failure = error
-        told = self.gather(None if failure is None else f"rank {self.rank}: {failure}")
-        if failure is not None:
+        if self.size == 1 and failure is not None:
             raise failure
-        for line in filter(None, told):
-            raise UserError(line)
+        told = None
+        if failure is not None:
+            kind = type(failure) if isinstance(failure, AGREED) else None
+            told = kind or UserError, f"rank {self.rank}: {'' if kind else type(failure).__name__ + ': '}{failure}"
+        for raised, line in filter(None, self.gather(told)):
+            raise raised(line) from failure
         return result  # type: ignore[return-value]
 
 
