@@ -118,10 +118,10 @@ def rates(runs: Sequence[Measured]) -> dict[str, float]:
             plan, seconds = run.plan, run.updates.seconds()
             host = run.mean("time/rollout") - plan.rollout()[0]
             found = {
-                "update": plan.rates.update * seconds["update"] / run.mean("time/update"),
-                "sample": plan.rates.sample
+                "update": plan.rates["update"] * seconds["update"] / run.mean("time/update"),
+                "sample": plan.rates["sample"]
                 + host / (run.mean("groups/drawn") * plan.config.rollout.samples_per_prompt),
-                "sync": max(0.0, plan.rates.sync + run.mean("time/sync") - seconds["sync"]),
+                "sync": max(0.0, plan.rates["sync"] + run.mean("time/sync") - seconds["sync"]),
             }
             if not seconds["annotate"]:
                 found["rest"] = run.mean("time/prepare", "time/rest") / run.samples

@@ -860,7 +860,15 @@ WORDS = {  # as recipes of other systems and articles have them, with the key th
     "trainer.total_training_steps": "training.steps",
     "clip_ratio": "algorithm.clip_ratio_low",
     "kl_penalty": "algorithm.kl.mode",
-    "batch_size": "rollout.prompts_per_step",
+    "batch_size": "rollout.prompts_per_step, or training.groups_per_update",
+    "train_batch_size": "rollout.prompts_per_step, or training.groups_per_update",
+    "global_batch_size": "rollout.prompts_per_step, or training.groups_per_update",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "rollout.tensor_parallel_size": "rollout.tensor_parallel",
+    "vllm": "rollout.engine=vllm",
+    "rollout.vllm": "rollout.engine=vllm",
+    "training.epsilon": "training.adam_epsilon",
+    "training.eps": "training.adam_epsilon",
     "evaluation.batch_size": "rollout.max_concurrent_samples",
     "workers": "reward.workers",
     "orchestrator.group_size": "rollout.samples_per_prompt",
@@ -896,7 +904,9 @@ NOT_THERE = [
     "distributed",
     "n_gpus_per_node",
     "runtime.num_gpus",
-    "rollout.tensor_parallel_size",
+    "training.workers",
+    "runtime.learner.workers",
+    "hardware.workers",
     "ray",
 ]
 
@@ -913,7 +923,10 @@ def test_a_section_that_is_only_switched_on_is_understood(load: Load) -> None:
     assert on.filter_groups.enable and not load(RECIPE, "algorithm.filter_groups=false").algorithm.filter_groups.enable
 
 
-@pytest.mark.parametrize("key", ["rollout.shard", "cluster.share", "hardware.share", "deepspeed_config", "no.such"])
+@pytest.mark.parametrize(
+    "key",
+    ["rollout.shard", "cluster.share", "hardware.share", "deepspeed_config", "no.such", "critic.lr", "model.depth"],
+)
 def test_no_key_of_an_unrelated_section_is_suggested(key: str) -> None:
     assert "did you mean" not in nearest_key(key)
 

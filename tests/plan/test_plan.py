@@ -53,15 +53,15 @@ def test_steps_within_a_quarter_and_memory_within_15_percent_of_what_was_measure
     for phase in {"step", "update"} & set(run["seconds"]):  # a rollout alone may be further off, which is printed
         assert seconds[phase] == pytest.approx(run["seconds"][phase], rel=0.25)
     if "memory" in run:
-        print(f"{run['name']}: {found.needed() / 1e9:.1f} GB, measured {run['memory']}")
-        assert found.needed() / 1e9 == pytest.approx(run["memory"], rel=0.15)
+        in_use = found.needed() / found.kept / 1e9
+        print(f"{run['name']}: {in_use:.1f} GB, measured {run['memory']}")
+        assert in_use == pytest.approx(run["memory"], rel=0.15)
     text = (DOCS / run["source"]).read_text(encoding="utf-8")
     assert all(f"{number:g}" in text for number in run["seconds"].values())
 
 
 def test_rates_name_a_page_that_is_there_and_steps_of_decoding_are_within_7_percent() -> None:
-    rates = rates_for("H200")
-    assert all((DOCS / re.search(r"docs/(\w+\.md)", row["source"])[1]).is_file() for row in rates.rows)  # type: ignore[index]
+    assert all((DOCS / re.search(r"docs/(\w+\.md)", row["source"])[1]).is_file() for row in rates_for("H200"))  # type: ignore[index]
     points = json.loads((DOCS.parent / "bench" / "decode_points.json").read_text(encoding="utf-8"))["steps"]
     for point in points:
         cost = estimated("H200", f"model.path={point['model']}").decoding
@@ -114,6 +114,7 @@ def test_every_shape_of_the_table_is_found_by_its_own_name() -> None:
         ("2xH100-PCIe", Cluster(1, 2, "H100 PCIe")),
         ("2x1xA100-80GB", Cluster(2, 1, "A100 80GB")),
         ("8xA100-SXM4-80GB", Cluster(1, 8, "A100-SXM4-80GB")),
+        ("A100-SXM-80GB", Cluster(1, 1, "A100-SXM4-80GB")),
         ("RTX4090", Cluster(1, 1, "RTX 4090")),
     ],
 )
@@ -121,7 +122,10 @@ def test_clusters(text: str, cluster: Cluster) -> None:
     assert read_cluster(text) == cluster and cluster.card.memory > 20
 
 
-@pytest.mark.parametrize("text", ["", "8", "8x8", "0xH100", "8x8x8xH100", "8xH999", "-1xH100"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "8", "8x8", "0xH100", "8x8x8xH100", "8xH999", "-1xH100", "L40", "H2000", "H100-NVL", "H100foo", "A100-SXM4"],
+)
 def test_no_cluster(text: str) -> None:
     with pytest.raises(ConfigError, match=r"such as 8x8xH100.*known: B200, "):
         read_cluster(text)
@@ -157,7 +161,7 @@ def test_a_cache_without_a_size_takes_what_is_left_and_bounds_the_sequences() ->
     )
     long = estimated("H200", "model.path=7B", *PAPER, assumed=Assumed(10_000, 1000, 0.6))
     assert found.rows == 256 and long.rows < 256
-    assert long.memory().cache + long.memory().lasting + long.memory().decoding <= long.usable
+    assert long.memory().cache + long.memory().lasting + long.memory().decoding <= long.usable / long.kept
 
 
 def test_what_would_fit_does() -> None:
@@ -180,6 +184,24 @@ def test_the_papers_run_is_refused_on_80_gb_with_the_engine_that_would_do() -> N
     assert not found.fits and all(size > found.usable for _, size in found.would_fit())
     assert "vLLM, tensor parallelism of 4" in found.engine_note()
     assert estimated("8xH200", "model.path=7B").engine_note() == ""
+    assert "parallelism of 8" in estimated("L4", "model.path=32B").engine_note(), "40 heads over 16 do not divide"
+    assert estimated("L4", "model.path=32B", "rollout.engine=vllm").engine_note() == "", "vLLM is there already"
+
+
+def test_more_gpus_are_advised_only_where_they_are_needed_and_to_be_had() -> None:
+    told = [change for change, _ in estimated("8xH100", "model.path=7B").would_fit()]
+    assert not any(re.match(r"\d+ GPUs .*tokens_per_micro_batch", change) for change in told), "fits on these"
+    assert not any("GPUs" in change for change, _ in estimated("9999x8xL4", "model.path=70B").would_fit())
+
+
+def test_an_adapter_leaves_less_of_a_gpu_to_use() -> None:
+    pytest.importorskip("peft")
+    found = estimated("H200", "model.path=7B", "model.lora.rank=16")
+    assert found.needed() == int(1.17 * found.memory().total(True))
+
+
+def test_a_step_longer_than_the_minutes_is_done_once() -> None:
+    assert estimated("H200", "training.minutes=0.01").steps(100.0) == 1
 
 
 # --- seconds ----------------------------------------------------------------------------------------------------------
@@ -242,7 +264,8 @@ def test_the_command_tells_all_and_agrees_with_its_json() -> None:
     hours = 40 * found["step_seconds"]["step"] * 8 / 3600
     assert found["gpu_hours"] == pytest.approx(hours, rel=0.01) and found["usd"] == pytest.approx(3 * hours, rel=0.01)
     text = plan(*options)
-    assert text.exit_code == 0
+    assert text.exit_code == 0 and f"not yet      {found['not_yet']}" in text.stdout and "one GPU" in found["not_yet"]
+    assert json.loads(plan("--json").stdout)["not_yet"] == ""
     for said in ("Qwen2.5-0.5B, 0.49 B", "2 x 4 x H100", "fits", "activations", "a checkpoint", "40 steps", "USD"):
         assert said in text.stdout, said
     for assumption in (
@@ -278,6 +301,7 @@ def test_evaluations_of_known_rows_count(tmp_path: Path) -> None:
     [
         (("--cluster", "8xX1"), "--cluster", 2),
         (("rollout.device=cuda:1",), "give 2xH200", 2),
+        (("rollout.device=cuda:1", "--cluster", "8xH100-PCIe"), "has 2 GPUs; give 2xH100-PCIe", 2),
         (("model.path=no/such",), "published", 1),
     ],
 )

@@ -170,8 +170,9 @@ which similar names would miss. A word with dots is the end of a key."""
 def _elsewhere(key: str, value: Any = None) -> Iterator[tuple[str, str]]:
     """What to say of an unknown key and, if it is a section, of the keys in it: of those that ELSEWHERE knows."""
     path = key.split(".")
+    absent = [p for p in path[:-1] if ELSEWHERE.get(p, "").startswith(("not needed", "not there:"))]
     ends = (".".join(path[k:]) for k in range(len(path)))
-    yield from [(key, ELSEWHERE[end]) for end in ends if end in ELSEWHERE][:1]
+    yield from [(key, ELSEWHERE[end]) for end in (*absent, *ends) if end in ELSEWHERE][:1]
     for name, inner in value.items() if isinstance(value, Mapping) else ():
         yield from _elsewhere(f"{key}.{name}", inner)
 

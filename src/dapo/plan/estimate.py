@@ -31,14 +31,14 @@ from dapo.errors import ConfigError
 from dapo.model.adapters import find_adapter, has_adapter
 from dapo.model.loading import check_supported, read_config
 from dapo.orchestrator.mfu import CardLimits
-from dapo.plan.hardware import NETWORK, Cluster, Rates, published_shape, rates_for, read_cluster
+from dapo.plan.hardware import NETWORK, Cluster, published_shape, rates_for, read_cluster
 from dapo.plan.rollout import Decoding, Sampling, sample
 from dapo.training.lora import trainable_shape
 
 CONTEXT = int(0.8 * GIB)
 """Of a GPU's memory: CUDA's context and its libraries. Assumed."""
-KEPT = 1.05
-"""What PyTorch's allocator holds over what is in use: 1.05 (1.5B) and 1.17 (7B with an adapter) were measured."""
+KEPT, KEPT_WITH_ADAPTER = 1.05, 1.17
+"""Times what is in use, held by PyTorch's allocator: measured with 1.5B, and with 7B and an adapter."""
 PROCESS = int(3.3 * GIB)
 """Main memory of a process with a GPU, as measured in the runs of docs/async.md."""
 BESIDE = 1.19
@@ -66,12 +66,12 @@ def apart(config: Config) -> bool:
 
 
 def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estimate, str]:
-    """And the name of the model whose shape it has. Raises ConfigError: no such cluster, or one GPU where two are
-    wanted; ModelError: no such model."""
+    """And the name of the model whose shape it has. Raises ConfigError: no such cluster, or other GPUs
+    than rollout.device asks for; ModelError: no such model."""
     where = read_cluster(cluster)
-    if apart(config) and where.total < 2:
-        device = config.rollout.device
-        raise ConfigError(f"--cluster {cluster}: rollout.device={device} is a second GPU; give 2x{cluster}")
+    if apart(config) and (where.hosts, where.gpus) != (1, gpus := 1 + config.rollout.tensor_parallel):
+        device, one = config.rollout.device, where.name.replace(" ", "-")
+        raise ConfigError(f"--cluster {cluster}: a run with rollout.device={device} has {gpus} GPUs; give {gpus}x{one}")
     adapter = find_adapter(config.model.path)
     name = adapter.base if adapter else config.model.path
     if config_at_hand(name):
@@ -84,13 +84,17 @@ def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estima
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A recipe on a cluster. ``shape``: a model without numbers, with its adapter if it trains one."""
+    """A recipe on a cluster. ``shape``: a model without numbers, with its adapter if it trains one; ``measured``: rates."""
 
     config: Config
     shape: Any
     cluster: Cluster
-    rates: Rates
+    measured: list[dict[str, Any]]
     assumed: Assumed
+
+    @property
+    def rates(self) -> dict[str, float]:
+        return {row["rate"]: row["value"] for row in self.measured}
 
     @property
     def ranks(self) -> int:
@@ -108,18 +112,22 @@ class Estimate:
 
     @property
     def usable(self) -> float:
-        """Bytes of a GPU that tensors may take."""
-        return (self.cluster.card.memory * GIB - CONTEXT) / KEPT
+        """Bytes of a GPU that PyTorch may take."""
+        return self.cluster.card.memory * GIB - CONTEXT
+
+    @property
+    def kept(self) -> float:
+        return KEPT_WITH_ADAPTER if has_adapter(self.shape) else KEPT
 
     def memory(self, config: Config | None = None, ranks: int | None = None) -> Memory:
         """Of a GPU, with as much of a cache as there is room for; no less than a sample of full length needs."""
         memory = predict_memory(config or self.config, self.shape, True, ranks or self.ranks)
-        free = int(self.usable) - memory.lasting - memory.decoding
+        free = int(self.usable / self.kept) - memory.lasting - memory.decoding
         return replace(memory, cache=min(memory.cache, max(int(self.longest * self.limits.cache_bytes), free)))
 
     def needed(self, config: Config | None = None, ranks: int | None = None) -> int:
         """Bytes of a GPU at the worst moment."""
-        return self.memory(config, ranks).total(True)
+        return int(self.memory(config, ranks).total(True) * self.kept)
 
     @property
     def fits(self) -> bool:
@@ -129,7 +137,7 @@ class Estimate:
     def rows(self) -> int:
         """Sequences at once on a GPU, by the engine's limit and the room for keys and values."""
         memory = self.memory()
-        cache = memory.cache + memory.cache_that_stays or self.usable - self.limits.weight_bytes
+        cache = memory.cache + memory.cache_that_stays or self.usable / self.kept - self.limits.weight_bytes
         room = int(cache / self.limits.cache_bytes / (self.assumed.prompt + self.assumed.response))
         return max(1, min(self.config.rollout.max_concurrent_samples, room))
 
@@ -152,22 +160,23 @@ class Estimate:
         for settings in ({}, together):
             if (size := adapted.needed(with_values(small, settings))) < now:
                 yield f"model.lora.rank=16 {settings_line(settings)}".strip(), size
-            for ranks in (self.ranks * 2**k for k in range(1, 11)):
-                if (size := self.needed(with_values(config, settings), ranks)) <= self.usable:
-                    yield f"{ranks} GPUs {settings_line(settings)}".strip(), size
-                    break
+            ranks, other = self.ranks, with_values(config, settings)
+            while self.needed(other, ranks) > self.usable and ranks <= 2**13:  # more are not to be had
+                ranks *= 2
+            if ranks > self.ranks and (size := self.needed(other, ranks)) <= self.usable:
+                yield f"{ranks} GPUs {settings_line(settings)}".strip(), size
 
     # -- seconds of a step ---------------------------------------------------------------------------------------------
 
     @property
     def decoding(self) -> Decoding:
         text, limits, rates = self.shape.config.get_text_config(), self.limits, self.rates
-        bytes_s, operations_s = rates.bandwidth * limits.card.bytes, limits.card.operations
+        bytes_s, operations_s = rates["bandwidth"] * limits.card.bytes, limits.card.operations
         return Decoding(
-            step=text.num_hidden_layers * rates.layer + limits.weight_bytes / bytes_s,
-            row=limits.weight_bytes / (rates.matmul * operations_s) + 8 * text.vocab_size / bytes_s,
+            step=text.num_hidden_layers * rates["layer"] + limits.weight_bytes / bytes_s,
+            row=limits.weight_bytes / (rates["matmul"] * operations_s) + 8 * text.vocab_size / bytes_s,
             token=limits.cache_bytes / bytes_s,
-            prompt_token=limits.weight_bytes / (rates.update * operations_s),  # 2 operations for each 2 bytes
+            prompt_token=limits.weight_bytes / (rates["update"] * operations_s),  # 2 operations for each 2 bytes
         )
 
     def sampled(self, groups: int, samples: int, keep: float, limit: int, ahead: bool = False) -> tuple[float, float]:
@@ -175,7 +184,7 @@ class Estimate:
         length = min(self.assumed.response, limit)
         work = Sampling(ceil(groups / self.ranks), samples, keep, int(self.assumed.prompt), length, limit, self.rows)
         seconds, tokens, drawn = sample(work, self.decoding, ahead)
-        return seconds + self.rates.sample * drawn * samples, tokens * groups / work.groups
+        return seconds + self.rates["sample"] * drawn * samples, tokens * groups / work.groups
 
     def rollout(self) -> tuple[float, float]:
         """Seconds and tokens of a step's."""
@@ -188,9 +197,8 @@ class Estimate:
         rollout, assumed, text = self.config.rollout, self.assumed, self.shape.config.get_text_config()
         predicted = rollout.prompts_per_step * rollout.samples_per_prompt * assumed.response
         computed = rollout.prompts_per_step * assumed.prompt + predicted  # a prompt is computed once for its group
-        width = (
-            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        ) * text.num_attention_heads
+        heads = text.num_attention_heads
+        width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
         attention = 4 * predicted * (assumed.prompt + assumed.response / 2) * width * text.num_hidden_layers
         again = 1 if self.config.training.activation_checkpointing else 0
         layers = (1 + again / 3) * self.limits.operations_per_token * computed
@@ -212,7 +220,7 @@ class Estimate:
         """Of a step, by phase; ``step``: of all."""
         config, rates, card, trained = self.config, self.rates, self.cluster.card, trained_of(self.shape)
         beside = apart(config) and config.ahead > 0
-        speed = self.ranks * rates.update * card.operations / (BESIDE if beside else 1.0)
+        speed = self.ranks * rates["update"] * card.operations / (BESIDE if beside else 1.0)
         passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off")
         forward, both = self.operations()
         moments = 8 * trained / self.ranks * config.updates_per_step if config.training.offload_optimizer else 0.0
@@ -221,8 +229,8 @@ class Estimate:
             "reward": self.assumed.reward_s,
             "annotate": passes * forward / speed,
             "update": max(config.training.epochs_per_rollout * both / speed, self.network()) + moments / BUS,
-            "sync": rates.sync + 6 * trained / (HAND_OVER * card.bytes) + self.cluster.exchange(2 * trained),
-            "rest": rates.rest * config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
+            "sync": rates["sync"] + 6 * trained / (HAND_OVER * card.bytes) + self.cluster.exchange(2 * trained),
+            "rest": rates["rest"] * config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
         }
         others = sum(found.values()) - found["rollout"]
         return found | {"step": max(found["rollout"], others) if beside else found["rollout"] + others}
@@ -231,9 +239,8 @@ class Estimate:
 
     def steps(self, seconds: float) -> int:
         training = self.config.training
-        return (
-            training.steps if training.minutes is None else min(training.steps, int(60 * training.minutes // seconds))
-        )
+        most = training.steps if training.minutes is None else max(1, int(60 * training.minutes // seconds))
+        return min(training.steps, most)
 
     def evaluations_s(self, steps: int) -> float | None:
         """Seconds of all evaluations; None: it is not known how many rows they have."""
@@ -264,28 +271,28 @@ class Estimate:
 
     def engine_note(self) -> str:
         """Where the engine's copy of the weights takes much of a GPU, what would take less."""
-        copy = self.limits.weight_bytes
-        if copy < 0.4 * self.usable:
+        copy, heads = self.limits.weight_bytes, self.shape.config.get_text_config().num_attention_heads
+        if copy < 0.4 * self.usable or self.config.rollout.engine != "native":
             return ""
-        parts = 2 ** ceil(math.log2(copy / (0.25 * self.usable)))
+        parts = math.gcd(heads, 2 ** ceil(math.log2(copy / (0.25 * self.usable))))  # vLLM divides the heads
         return (
             f"the native engine has the whole weights on each GPU, {copy / GIB:.1f} GiB; one that divides them "
             f"(vLLM, tensor parallelism of {parts}, on GPUs of its own) has {copy / parts / GIB:.1f}"
         )
 
     def assumptions(self) -> Iterator[str]:
-        assumed, rates, name = self.assumed, self.rates, self.cluster.name
+        assumed, card, name = self.assumed, self.measured[0]["card"], self.cluster.name
         tokens = f"responses of {assumed.response:g} tokens and prompts of {assumed.prompt:g} on average"
         yield f"{tokens}, {assumed.keep:.0%} of the groups are kept (--response, --prompt, --keep)"
         yield f"rewards are scored beside the sampling, but for {assumed.reward_s:g} s of a step (--reward-s)"
-        yield f"responses of full length where memory is concerned; {CONTEXT / GIB:.1f} GiB are CUDA's own"
-        yield f"PyTorch holds {KEPT:.2f} times what is in use"
-        scaled = "" if rates.card == name else f", scaled to the {name} by the makers' figures"
-        yield f"rates measured on the {rates.card} with {rates.models}{scaled} (bench/rates.py writes them)"
+        yield f"memory: full-length responses, {CONTEXT / GIB:.1f} GiB for CUDA, {self.kept:.2f} times what is in use"
+        scaled = "" if card == name else f", scaled to the {name} by the makers' figures"
+        models = " or ".join(sorted({row["model"] for row in self.measured}))
+        yield f"rates measured on the {card} with {models}{scaled} (bench/rates.py writes them)"
         if self.ranks > 1:
             kind = "an adapter whole on each" if has_adapter(self.shape) else "FSDP2 over all"
-            yield f"an engine on each GPU, training on all ({kind}); {NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts"
-            yield "not measured: networks, and what GPUs wait for each other"
+            yield f"an engine on each GPU, training on all ({kind}), which was not measured"
+            yield f"{NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts, and GPUs that never wait for each other"
         if self.config.model.compute_dtype == "float32":
             yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
         if self.config.rollout.engine != "native" or self.config.reward.kind == "model":

@@ -14,6 +14,15 @@ from dapo.orchestrator.mfu import CARDS, Card
 
 NETWORK = 50e9
 """Bytes a second of a GPU's share of the network between hosts, in each direction: 400 Gbit/s. Assumed."""
+ALIASES = {
+    **{"h100sxm": "H100", "h100sxm5": "H100", "h10080gbhbm3": "H100", "h200sxm": "H200", "a10040gb": "A100"},
+    **{
+        "a100sxm80gb": "A100-SXM4-80GB",
+        "a100sxm440gb": "A100",
+        "a100pcie80gb": "A100 80GB",
+        "a10080gbpcie": "A100 80GB",
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +49,16 @@ class Cluster:
 
 def read_cluster(text: str) -> Cluster:
     """``H200``, ``8xH100`` (one host) or ``8x8xH100`` (hosts, GPUs of each). Raises ConfigError for anything else."""
-    found = re.fullmatch(r"(?:([1-9]\d{0,4})x)?(?:([1-9]\d{0,2})x)?([A-Za-z].*)", text.strip().replace("*", "x"))
-    names = {_plain(name): name for name in CARDS}
-    name = max((n for n in names if found and _plain(found[3]).startswith(n)), key=len, default="")
-    if found is None or not name:
+    found = re.fullmatch(r"(?:([1-9]\d{0,3})x)?(?:([1-9]\d{0,2})x)?([A-Za-z].*)", text.strip().replace("*", "x"))
+    names = {_plain(name): name for name in CARDS} | ALIASES
+    name = names.get(_plain(found[3])) if found else None
+    if found is None or name is None:
         known = ", ".join(name.replace(" ", "-") for name in CARDS)
         raise ConfigError(
             f"--cluster {text!r}: give hosts x GPUs x card, such as 8x8xH100, 8xH100 or H200; known: {known}"
         )
     first, second = int(found[1] or 1), int(found[2] or 1)
-    return Cluster(first, second, names[name]) if found[2] else Cluster(1, first, names[name])
+    return Cluster(first, second, name) if found[2] else Cluster(1, first, name)
 
 
 def _plain(name: str) -> str:
@@ -61,35 +70,12 @@ def _table(name: str) -> Any:
     return json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Measured on ``card``: what each is of stands in rates.json, which ``python bench/rates.py`` writes."""
-
-    card: str
-    update: float
-    matmul: float
-    bandwidth: float
-    layer: float
-    sample: float
-    rest: float
-    sync: float
-    models: str
-    """With which of them each was measured."""
-    rows: tuple[dict[str, Any], ...]
-    """Of the table: where each comes from."""
-
-
-def rates_for(card: str) -> Rates:
-    """The rates of a card, or where none were measured on it those of the first one that has some."""
+def rates_for(card: str) -> list[dict[str, Any]]:
+    """What was measured on a card (rates.json, which ``python bench/rates.py`` writes), or where nothing was on the
+    first one that has some."""
     rows = _table("rates")
     measured = card if any(row["card"] == card for row in rows) else rows[0]["card"]
-    rows = [row for row in rows if row["card"] == measured]
-    values = {row["rate"]: row["value"] for row in rows}
-    of = {
-        model: ", ".join(r["rate"] for r in rows if r["model"] == model) for model in sorted(r["model"] for r in rows)
-    }
-    models = "; ".join(f"{model} ({names})" for model, names in of.items())
-    return Rates(measured, models=models, rows=tuple(rows), **values)
+    return [row for row in rows if row["card"] == measured]
 
 
 def published_shape(name: str) -> tuple[str, Any]:
