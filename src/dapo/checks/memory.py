@@ -31,18 +31,13 @@ decoding       2 x 4 V s in a step of the rollout
 Prediction and measurement are compared in tests/checks/test_doctor_memory.py; the libraries themselves (about half a
 GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
 while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
-<<<<<<< HEAD
 the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case,
-and vLLM's, which takes all of cache_gib: the learner has not given its memory back when vLLM wakes.
-An engine on another device (``rollout.device``) is not in it."""
-=======
-the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case.
+and vLLM's, which takes all of cache_gib: the learner had not given its memory back when vLLM woke.
 An engine on another device (``rollout.device``) is not in it.
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
 the whole engine. The casts are then what is whole at a time: of two layers (one at work, one on its way) b a number,
 and 4 for its gradient; 4 and 4 of what lies outside of the layers. An adapter and its base are whole on every rank."""
->>>>>>> h/p2
 
 from __future__ import annotations
 
@@ -158,33 +153,19 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False, ranks: int 
     offloaded = on_gpu and training.offload_optimizer
     largest = max(parameter.numel() for parameter in changing_parameters(shape).values())
     return Memory(
-<<<<<<< HEAD
-        weights=4 * trained + width * (parameters - trained),
-        gradients=4 * trained,
-        adam=0 if offloaded else 8 * trained,
-        engine=0 if apart else (vllm or width * trained) + second * width * trained,
-        reference=0 if config.algorithm.kl.mode == "off" else 4 * trained,
-        casts=0 if width == 4 else _casts(config, shape),
-=======
         weights=4 * held + width * (parameters - trained),
         gradients=4 * held,
         adam=0 if offloaded else 8 * held,
-        engine=engines * width * trained,
+        engine=0 if apart else (vllm or width * trained) + second * width * trained,
         reference=0 if config.algorithm.kl.mode == "off" else 4 * held,
         casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
->>>>>>> h/p2
         cache=0 if apart or stays else cache,
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=6 * chunk + 6 * _trained_in(shape.get_output_embeddings(), shape) if narrow else 12 * chunk,
         decoding=0 if apart else 8 * text.vocab_size * rows,
         at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
-<<<<<<< HEAD
-        streamed=8 * min(trained, max(GROUP_NUMBERS, largest)) if offloaded else 0,
-        host=8 * trained * offloaded + vllm * (on_gpu and not config.cache_stays),
-=======
         streamed=8 * min(held, max(GROUP_NUMBERS, largest)) if offloaded else 0,
-        host=8 * held if offloaded else 0,
->>>>>>> h/p2
+        host=8 * held * offloaded + vllm * (on_gpu and not config.cache_stays),
         cache_that_stays=cache if stays and not apart else 0,
     )
 
