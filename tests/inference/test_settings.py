@@ -12,7 +12,8 @@ from dapo.config.reading import layered_config, merged
 from dapo.errors import ConfigError, ModelError
 from dapo.evaluation.benchmarks import BENCHMARKS, benchmark_named
 from dapo.evaluation.evaluate import evaluation_sampling
-from dapo.inference.model import FoundModel, Prompting, doubts, find_model, inference_config, settings_lines
+from dapo.inference.doubts import doubts
+from dapo.inference.model import FoundModel, Prompting, find_model, inference_config, settings_lines
 from dapo.reward.math.extract import final_answer
 from dapo.rollout.engine import Sampling
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from dapo.config.asked import can_be_filled
 from dapo.config.data import DataItem, Files
 from dapo.config.secrets import is_secret
 from dapo.config.section import JsonMapping, Named, OneOf, PathText, Section, check_address
-from dapo.util.http.mapping import filled
 
 MOST_STALE = 64
 """Versions that a token which is trained on may be old at most."""
@@ -71,21 +69,6 @@ def _is_an_address(value: str) -> str:
     return value
 
 
-_ASKED = ("prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
-ASKED = re.compile(rf"\$(?:{'|'.join(_ASKED)})\b")
-"""A field in the template of a request for a response."""
-
-
-def _can_be_filled(value: dict[str, Any]) -> dict[str, Any]:
-    found: list[re.Match[str]] = []
-    if other := re.search(r"\$[A-Za-z_]\w*", json.dumps(filled(value, ASKED, [found.append]))):
-        what = "fills in values, and this is a key" if ASKED.match(other[0]) else "is no field of a request"
-        raise ValueError(f"{other[0]} {what}; known are ${', $'.join(_ASKED)}")
-    if "$prompt" not in {one[0] for one in found}:
-        raise ValueError(f"it must send $prompt; known are ${', $'.join(_ASKED)}")
-    return value
-
-
 class RolloutConfig(Section):
     engine: Annotated[PathText, AfterValidator(OneOf(("native", "vllm", "openai")))] = "native"
     """What samples in training, and is handed the weights: this process, vLLM in its own, or with `openai` the server
@@ -101,7 +84,7 @@ class RolloutConfig(Section):
     """Environment variable that holds the bearer token of the server."""
     model: str | None = None
     """Name that the server has for the model. null: that of the only one it has."""
-    request: Annotated[JsonMapping, AfterValidator(_can_be_filled)] | None = None
+    request: Annotated[JsonMapping, AfterValidator(can_be_filled)] | None = None
     """For evaluations on a server that does not speak OpenAI's API, such as Triton's `generate`: the body of a POST to
     rollout.url, in which `$prompt` (text), `$max_tokens`, `$temperature`, `$top_p`, `$top_k`, `$min_p`, `$seed` and
     `$stop` are filled in as in `reward.request`."""

@@ -27,7 +27,8 @@ from dapo.errors import DataError
 from dapo.evaluation.benchmarks import Published
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
-from dapo.inference.model import Prompting, doubts, label_of, load_engine, load_prompting, remote_engine, settings_lines
+from dapo.inference.doubts import doubts
+from dapo.inference.model import Prompting, label_of, load_engine, load_prompting, remote_engine, settings_lines
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import describe_environment
 from dapo.orchestrator.inputs import RunOverrides

@@ -12,7 +12,8 @@ from dapo.data.rows import Messages, Row
 from dapo.data.source import read_prompts
 from dapo.errors import ConfigError, DataError
 from dapo.evaluation.evaluate import evaluation_sampling
-from dapo.inference.model import Prompting, doubts, label_of, load_engine, load_prompting, settings_lines
+from dapo.inference.doubts import doubts
+from dapo.inference.model import Prompting, label_of, load_engine, load_prompting, settings_lines
 from dapo.inference.stream import Likely, Part, likeliest, written
 from dapo.observe.progress import Listener
 from dapo.records import Prompt, Sample

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from dapo.config import Config
-from dapo.config.sections import ASKED
+from dapo.config.asked import ASKED
 from dapo.errors import UserError
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, Sampling, fault_of
