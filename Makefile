@@ -13,7 +13,7 @@ STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 TRACKERS := .venv-trackers/.ready
 TRANSFORMERS4 := .venv-transformers4/.ready
 VLLM := .venv-vllm/.ready
-VLLM_TESTS := tests/rollout/contract tests/rollout/vllm
+VLLM_TESTS := tests/rollout/contract tests/rollout/over_vllm
 
 # Threads of one test process: as many test processes run as there are cores to use.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

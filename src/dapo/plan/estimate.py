@@ -84,7 +84,7 @@ def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estima
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A recipe on a cluster. ``shape``: a model without numbers, with its adapter if it has one; ``measured``: rates."""
+    """A recipe on a cluster. ``shape``: a model without numbers, with its adapter if any; ``measured``: rates."""
 
     config: Config
     shape: Any
