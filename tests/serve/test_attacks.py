@@ -258,7 +258,7 @@ def test_requests_wait_or_begin_again_while_weights_change(server: Served) -> No
         assert time.monotonic() < end
         time.sleep(0.01)
     door.hold()
-    asyncio.run(door.restart())
+    asyncio.run(door._restart())
     later, others = begun(n=2)
     asyncio.run(engine.resume())
     time.sleep(0.2)

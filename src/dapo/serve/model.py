@@ -95,7 +95,7 @@ class ServedModel:
     async def submit(self, job: Job) -> AsyncGenerator[tuple[int, Part]]:
         """The parts of all samples, each with the number of its sample in the job. To be closed, which frees what they
         hold. Raises Refused: at the first step, and later if the time is over; EngineError: the engine failed;
-        Restarted: see :meth:`Door.restart`."""
+        Restarted: other weights came meanwhile."""
         end = asyncio.get_running_loop().time() + self.limits.seconds
         requests = [replace(request, id=next(self._ids)) for request in job.requests]
         each = len(requests[0].seeds)

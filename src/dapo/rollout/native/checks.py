@@ -60,7 +60,7 @@ def _problems(request: Request, vocabulary: int, max_sequence: int, can_decode: 
         yield f"{asked} exceed the engine's {max_sequence}: {works}"
     if min(request.seeds, default=0) < 0:
         yield f"a seed is {min(request.seeds)}, it must be 0 or more"
-    yield from _nonsense(sampling, min(MOST_TOP_LOGPROBS, vocabulary))
+    yield from _nonsense(sampling)
     yield from _stop_problems(sampling, can_decode)
 
 
@@ -79,7 +79,7 @@ def _draft_problems(request: Request, vocabulary: int, stop_ids: Collection[int]
             yield f"{which} is a whole response of {len(ids)} tokens: there is nothing to continue"
 
 
-def _nonsense(sampling: Sampling, most_top: int) -> Iterator[str]:
+def _nonsense(sampling: Sampling) -> Iterator[str]:
     """Written so that not-a-number, which compares with nothing, is refused too."""
     if sampling.temperature != 0 and not LEAST_TEMPERATURE <= sampling.temperature < math.inf:
         yield f"temperature is {sampling.temperature}, it must be 0 (greedy) or at least {LEAST_TEMPERATURE}"
@@ -89,8 +89,8 @@ def _nonsense(sampling: Sampling, most_top: int) -> Iterator[str]:
         yield f"min_p is {sampling.min_p}, it must be at least 0 (off) and below 1"
     if sampling.top_k < 0:
         yield f"top_k is {sampling.top_k}, it must be 0 (off) or more"
-    if not 0 <= sampling.top_logprobs <= most_top:
-        yield f"top_logprobs is {sampling.top_logprobs}, it must be in 0..{most_top}"
+    if not 0 <= sampling.top_logprobs <= MOST_TOP_LOGPROBS:
+        yield f"top_logprobs is {sampling.top_logprobs}, it must be in 0..{MOST_TOP_LOGPROBS}"
 
 
 def _stop_problems(sampling: Sampling, can_decode: bool) -> Iterator[str]:
