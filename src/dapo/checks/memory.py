@@ -59,7 +59,7 @@ from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
-from dapo.model.loading import check_supported, read_config
+from dapo.model.loading import cached_numbers, check_supported, key_value_heads, read_config
 from dapo.training.lora import trainable_shape
 from dapo.training.offload import GROUP_NUMBERS
 
@@ -139,7 +139,7 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False, ranks: int 
     held = trained if has_adapter(shape) else -(-trained // ranks)
     width = _width(config)
     longest, rows = _longest(config), _rows(config, ranks)
-    cache = rows * longest * _pairs(text) * text.num_hidden_layers * width
+    cache = rows * longest * cached_numbers(text) * text.num_hidden_layers * width
     if on_gpu and rollout.cache_gib is not None:
         cache = int(rollout.cache_gib * GIB) if rollout.engine == "vllm" else min(cache, int(rollout.cache_gib * GIB))
     stays = on_gpu and (config.cache_stays or rollout.engine == "vllm")
@@ -188,14 +188,6 @@ def _rows(config: Config, ranks: int) -> int:
     return min(rollout.max_concurrent_samples, groups * rollout.samples_per_prompt)
 
 
-def _head_dim(text: Any) -> int:
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-
-def _pairs(text: Any) -> int:
-    return 2 * int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * _head_dim(text)
-
-
 def _casts(config: Config, shape: Any) -> int:
     """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time."""
     layers = decoder_layers(shape)
@@ -226,10 +218,10 @@ def _layer(config: Config, shape: Any, on_gpu: bool) -> float:
     hidden, heads = text.hidden_size, text.num_attention_heads
     mlp = getattr(text, "intermediate_size", None) or 4 * hidden
     if on_gpu:
-        numbers = 2 * hidden + 2 * heads * _head_dim(text) + _pairs(text) + 3 * mlp
+        numbers = 2 * hidden + 2 * heads * key_value_heads(text)[1] + cached_numbers(text) + 3 * mlp
         return float(width * numbers + 2 * _residual(config, shape) * hidden + 4 * heads)
     written_out = 12 * heads * _longest(config) if _longest(config) <= WRITTEN_OUT_TOKENS else 0
-    return float(width * (10 * hidden + 5 * mlp + 3 * _pairs(text)) + written_out)
+    return float(width * (10 * hidden + 5 * mlp + 3 * cached_numbers(text)) + written_out)
 
 
 def _residual(config: Config, shape: Any) -> int:

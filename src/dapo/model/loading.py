@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -332,3 +333,15 @@ def context_limit(config: Any) -> int | None:
     if not stated or factor is None or kind not in ("yarn", "linear", "dynamic"):  # Gemma 3: by type of layer
         return min(stated, default=None)
     return int((rotary.get("original_max_position_embeddings") or min(stated)) * factor)
+
+
+def key_value_heads(text_config: Any) -> tuple[int, int]:
+    """Heads that a cache holds keys and values of, and the numbers in each."""
+    heads = text_config.num_attention_heads
+    width = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    return getattr(text_config, "num_key_value_heads", None) or heads, width
+
+
+def cached_numbers(text_config: Any) -> int:
+    """Numbers that a cache holds for a token in each layer: its keys and values."""
+    return 2 * math.prod(key_value_heads(text_config))

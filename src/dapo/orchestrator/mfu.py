@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dapo.model.loading import cached_numbers
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.training.update_report import UpdateReport
 
@@ -79,10 +80,8 @@ class CardLimits:
     def on(cls, card: Card, model: Any, itemsize: int) -> CardLimits:
         """Those of a model whose weights take ``itemsize`` bytes each in the engine."""
         config = model.config
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        values = 2 * kinds.count("full_attention") * (getattr(config, "num_key_value_heads", None) or heads) * width
+        values = kinds.count("full_attention") * cached_numbers(config)
         inputs, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         layers = [p for p in model.parameters() if p is not inputs and p is not head]
 

@@ -179,6 +179,12 @@ def check_known(bucket: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str,
             raise EngineError(f"weights: {name} {tuple(tensor.shape)}: the engine's model has {have}")
 
 
+def check_given(missing: Collection[str]) -> None:
+    """``missing``: what has not come when all should have. Raises EngineError: something has not."""
+    if missing:
+        raise EngineError(f"weights: {len(missing)} parameters were not given, such as {min(missing)}")
+
+
 def check_arrived(sent: Mapping[str, torch.Tensor], have: Mapping[str, torch.Tensor]) -> None:
     """Compares :func:`some_elements` of what was sent and of what an engine has, in the type of the latter.
     Raises EngineError: they differ, or some did not come."""

@@ -19,6 +19,7 @@ import torch
 
 from dapo.errors import ModelError
 from dapo.model.attention import AttentionContext, AttentionSpec, step_attention
+from dapo.model.loading import key_value_heads
 from dapo.model.packed import PackedAttention
 from dapo.util.files import size_text
 
@@ -108,8 +109,7 @@ class SlotCache:
             ModelError: the machine cannot give so much memory.
         """
         text_config = model_config.get_text_config()
-        heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-        dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+        heads, dim = key_value_heads(text_config)
         self._layers = text_config.num_hidden_layers
         self._shape = (slots, heads, max_tokens, dim)
         self._dtype = dtype

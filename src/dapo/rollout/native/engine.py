@@ -23,7 +23,7 @@ import torch
 
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
-from dapo.rollout.engine import Draft, EngineError, Request, check_arrived, check_known, some_elements
+from dapo.rollout.engine import Draft, EngineError, Request, check_arrived, check_given, check_known, some_elements
 from dapo.rollout.native.decoder import AnyDecoder, Decoder, Told
 
 CLOSE_SECONDS = 10.0
@@ -205,8 +205,7 @@ class NativeEngine:
     def _commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
         if self._incomplete is None:
             raise EngineError("weights: a commit without a begin")
-        if self._missing:
-            raise EngineError(f"weights: {len(self._missing)} parameters were not given, such as {min(self._missing)}")
+        check_given(self._missing)
         check_arrived(fingerprint, {name: some_elements(value) for name, value in self._parameters.items()})
         self._decoder.use_weights(self._incomplete)
         self._incomplete = None

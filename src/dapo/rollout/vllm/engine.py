@@ -138,9 +138,8 @@ class VLLMEngine:
         ]
         expected = len(flights)
         self._flights |= {flight.name: flight for flight in flights}
-        submitting = asyncio.ensure_future(
-            self._submit(flights)
-        )  # the first may have come before the last is asked for
+        # in a task: the first may have come before the last is asked for
+        submitting = asyncio.ensure_future(self._submit(flights))
         try:
             while expected:
                 event = await queue.get()

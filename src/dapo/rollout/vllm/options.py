@@ -21,6 +21,7 @@ import torch
 from dapo.config import Config
 from dapo.errors import ConfigError, ModelError, first_line, install
 from dapo.model.adapters import find_adapter, has_adapter
+from dapo.model.loading import cached_numbers
 from dapo.model.placement import cache_bytes, engine_device
 
 _NEEDED = (
@@ -39,6 +40,7 @@ _REFUSED = {
     "speculative_config": "is not supported by dapo: each token has to be the policy's own",
 }
 """Arguments that may not be given, and why. The others that are set here are, too."""
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM has kernels for
 _NOT_IN_ADAPTERS = ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias")
 """Settings that vLLM refuses when it is too late, or ignores."""
 
@@ -165,7 +167,7 @@ def engine_arguments(
         "enable_log_requests": False,
     }
     if rank:
-        given |= {"max_loras": 1, "max_lora_rank": _rank_served(rank)}
+        given |= {"max_loras": 1, "max_lora_rank": next((one for one in _RANKS if one >= rank), rank)}
     _check_own(rollout.engine_args, set(given))
     eager = {} if on_gpu else {"enforce_eager": True}  # where compiling takes longer than a short run
     memory = _memory(config, model.config, longest * samples, spare_bytes)
@@ -183,15 +185,8 @@ def _memory(config: Config, model_config: Any, tokens: int, spare_bytes: int) ->
     if size is not None:
         return given
     text = model_config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    each = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.model.compute_dtype).itemsize
+    each = cached_numbers(text) * text.num_hidden_layers * getattr(torch, config.model.compute_dtype).itemsize
     return {"kv_cache_memory_bytes": min(max(2 * each * tokens, 2**26), 2**33)}  # twice: its pages are large
-
-
-def _rank_served(rank: int) -> int:
-    """The least of the ranks that vLLM has kernels for which holds an adapter of ``rank``."""
-    return next((one for one in (8, 16, 32, 64, 128, 256, 320, 512) if one >= rank), rank)
 
 
 def _check_own(given: Mapping[str, Any], ours: set[str]) -> None:

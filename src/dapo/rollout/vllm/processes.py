@@ -119,9 +119,7 @@ def _core(arguments: dict[str, Any]) -> Any:
     from vllm.v1.executor import Executor
 
     config = AsyncEngineArgs(**arguments).create_engine_config()
-    return EngineCoreClient.make_async_mp_client(
-        vllm_config=config, executor_class=Executor.get_class(config), log_stats=False
-    )
+    return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
 
 
 def _visible() -> list[str]:

@@ -21,7 +21,7 @@ from safetensors.torch import save, save_file
 
 from dapo.errors import ConfigError, UserError
 from dapo.model.adapters import changing_parameters, has_adapter, save_adapter
-from dapo.rollout.engine import EngineError, NoMemoryError, check_known
+from dapo.rollout.engine import EngineError, NoMemoryError, check_given, check_known
 from dapo.rollout.vllm.options import own_folder
 from dapo.rollout.vllm.worker import Layout, process_group, unpacked
 from dapo.util.asynchronous import in_thread
@@ -92,9 +92,7 @@ class WeightTransfer:
     async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
         """All have come: they are in place when this returns, though vLLM's cache still holds what older ones made.
         Raises EngineError: some are missing, are not what was sent, or are not what vLLM computes with."""
-        if self._missing:
-            text = f"{len(self._missing)} parameters were not given, such as {min(self._missing)}"
-            raise EngineError(f"weights: {text}")
+        check_given(self._missing)
         elements = save({name: tensor.detach().cpu().contiguous() for name, tensor in fingerprint.items()})
         if has_adapter(self._model):
             self.adapter = await in_thread(self._write, "adapter", self._save_adapter)

@@ -10,6 +10,7 @@ import torch
 
 from dapo.errors import ModelError
 from dapo.model.compiling import compile_layers
+from dapo.model.loading import key_value_heads
 from dapo.rollout.native.paged.decoder import PREFILL_TOKENS, STRETCH, PagedDecoder
 from dapo.rollout.native.paged.pages import minimum_pages, pages_for
 from dapo.rollout.native.paged.pool import Pool, PoolShape
@@ -87,7 +88,7 @@ def paged_decoder(
 def pool_shape(model: Any) -> PoolShape:
     """Of a pool for ``model``, in the type of its weights and with no page yet."""
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads, head_dim = key_value_heads(config)
     if head_dim % 8:
         raise ModelError(
             f"model: its heads have {head_dim} numbers; the paged cache of the native engine needs a multiple of 8. "
@@ -96,7 +97,7 @@ def pool_shape(model: Any) -> PoolShape:
     return PoolShape(
         layers=config.num_hidden_layers,
         pages=0,
-        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        kv_heads=kv_heads,
         page_tokens=PAGE_TOKENS,
         head_dim=head_dim,
         dtype=next(model.parameters()).dtype,
