@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -108,6 +108,7 @@ class Fleet:
         self._keys, self._turns = itertools.count(), itertools.count()
         self._waiting: list[_Ask] = []  # until there is an engine
         self._failure: Exception | None = None
+        self._damaged: Exception | None = None
         self._version, self._paused, self._changing = 0, False, False
         self._tasks: set[asyncio.Task[None]] = set()
         self.replaced = self.asked_again = 0
@@ -186,15 +187,27 @@ class Fleet:
     async def begin(self, version: int) -> None:
         if version < self._version:
             raise EngineError(f"weights: version {version} was given after version {self._version}")
-        self._changing, self._coming = True, version
+        self._changing, self._damaged, self._coming = True, None, version
         await self._all("begin", version)
 
     async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        await self._all("put", list(bucket))
+        with self._arriving():
+            await self._all("put", list(bucket))
 
     async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
-        await self._all("commit", dict(fingerprint))
+        with self._arriving():
+            await self._all("commit", dict(fingerprint))
         self._changed(self._coming)
+
+    @contextlib.contextmanager
+    def _arriving(self) -> Iterator[None]:
+        """After an error in it nothing can be sampled until weights have come whole."""
+        try:
+            yield
+        except Exception:
+            self._damaged = EngineError("the weights arrived in part; load them again")
+            self._route_waiting()
+            raise
 
     async def close(self) -> None:
         self.fail(EngineError("the engine is closed"))
@@ -223,8 +236,9 @@ class Fleet:
     async def changing(self) -> AsyncIterator[Change]:
         """Inside, weights go to the engines directly. None has to do with requests that are made meanwhile."""
         change = Change(self, [seat for seat in self._seats if not seat.gone])
-        self._changing = True
-        yield change
+        self._changing, self._damaged = True, None
+        with self._arriving():
+            yield change
         assert not self._changing, "nobody said which version they are"
 
     def _changed(self, version: int, seats: Collection[_Seat] | None = None) -> None:
@@ -243,9 +257,9 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
     def _route(self, asks: Sequence[_Ask]) -> None:
-        if self._failure is not None:
+        if error := self._failure or self._damaged:
             for ask in asks:
-                ask.events.put_nowait(self._failure)
+                ask.events.put_nowait(error)
             return
         able = [seat for seat in self._seats if seat.ready]
         if not able or self._changing:
