@@ -22,6 +22,7 @@ from dapo.checks.start import (
 from dapo.config import Config, warnings_for
 from dapo.data.source import PromptSource
 from dapo.data.template import PromptTemplate
+from dapo.errors import extra
 from dapo.model.loading import embedding_rows, load_tokenizer
 from dapo.model.placement import device_of, engine_device
 from dapo.observe.progress import Listener
@@ -61,6 +62,9 @@ class Setup:
         Raises UserError: what is wrong, where, and what would work."""
         config = on_its_day(config, overrides.resume) if overrides.resume else config
         check_trackers(config)
+        if config.runtime.kind == "ray":
+            with extra("ray", "runtime.kind=ray"):
+                import ray  # noqa: F401
         check_own_parts(config, overrides.objective, overrides.engine)
         for warning in warnings_for(config, overrides.heldout):
             listener.warning(warning)
@@ -100,10 +104,16 @@ class Setup:
 class Rewards:
     """The reward that is trained on, the held-out check that is not, and the monitor that compares them."""
 
-    def __init__(self, setup: Setup) -> None:
-        """Make them. Nothing is started yet."""
+    def __init__(self, setup: Setup, tell: Callable[[str], object]) -> None:
+        """Make them. Nothing is started yet. ``tell``: hears of processes that died and were replaced."""
         config = setup.config
-        self.scorer: Scorer = make_scorer(config.reward, setup.overrides.reward)
+        self.scorer: Scorer
+        if config.runtime.kind == "ray" and config.runtime.reward.workers:
+            from dapo.orchestrator.runtime.ray.rewards import RayScorer  # needs an extra
+
+            self.scorer = RayScorer(config, setup.overrides.reward, tell)
+        else:
+            self.scorer = make_scorer(config.reward, setup.overrides.reward)
         self.check_scorer: Scorer | None = make_scorer(config.monitor.check) if config.monitor.check else None
         self.monitor = Monitor(config.monitor, self.check_scorer, config.seed)
 

@@ -81,7 +81,7 @@ class Experiment:
         self._closing.enter_context(self.state.seconds.counting())
         # a reward model may multiply matrices, too
         self._closing.enter_context(determinism(self.config, self.setup.device))
-        self.rewards = Rewards(self.setup)
+        self.rewards = Rewards(self.setup, listener.warning)
         self.rewards.close_with(self._closing, self._stop)
         self.early_stopping = EarlyStopping(self.config.evaluation)
         self.shutdown = Shutdown()  # nobody has told it to

@@ -84,7 +84,7 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     drawn = own_source(config, overrides, source)
     builder = BatchBuilder(config, overrides.advantage)
     listener.phase("loading the model")
-    placed = place(setup, builder.kl, out_of_time, wait)
+    placed = place(setup, builder.kl, out_of_time, wait, listener.warning)
     given = overrides.functions | {"evaluation.metrics": overrides.metrics or {}}
     given["run.trackers"] = {f"python {number}": one for number, one in enumerate(overrides.trackers)}
     begun_with = source.fingerprint, source.prompts[0], setup.heldout

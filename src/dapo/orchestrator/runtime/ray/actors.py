@@ -77,7 +77,7 @@ class Rank(RankWorker):
 
     engine: Any = None
 
-    def hand_over(self, engines: Sequence[Any], at: int | None = None) -> tuple[int, list[int]] | None:
+    def hand_over(self, engines: Sequence[Any], at: int | None = None) -> tuple[int, list[int] | None] | None:
         """Publish, all ranks together.
 
         Args:
@@ -85,14 +85,14 @@ class Rank(RankWorker):
             at: only if so many updates were made.
 
         Returns:
-            The version, and which of ``engines`` have it; None: there were more updates.
+            The version, and which of ``engines`` have it (None: every rank's own); None: there were more updates.
         """
         if at is not None and self.learner.trainer.updates != at:
             return None
         version, tensors = self.publish()
         if self.engine is not None:
             asyncio.run(hand_over(self.engine, version, tensors))
-            return version, []
+            return version, None
         if self.rank:
             for _ in tensors:
                 pass

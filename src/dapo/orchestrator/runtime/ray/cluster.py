@@ -9,7 +9,9 @@ import asyncio
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,6 +134,8 @@ class Cluster:
         Raises ConfigError: there is no such cluster, or it has not what the recipe asks for."""
         if self._group is None:
             await in_thread(self._start)
+            if threading.current_thread() is threading.main_thread():  # Ray puts a handler of its own beneath
+                signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _start(self) -> None:
         if not ray.is_initialized():
@@ -153,7 +157,7 @@ class Cluster:
         address = self._config.runtime.address
         for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
             os.environ.setdefault(name, "0")
-        logging.getLogger("ray").addHandler(logging.NullHandler())  # what matters comes as an exception
+        logging.getLogger("ray").setLevel(logging.ERROR)
         ray._private.worker.print_to_stdstream = lambda *_, **__: None  # its log has it; no setting turns it off
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
         if address is None:

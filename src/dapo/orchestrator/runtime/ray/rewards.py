@@ -24,10 +24,9 @@ CLOSE_SECONDS = 5.0
 class RayScorer(Scorer):
     """Each response goes to who has the least to do. Of one that dies the responses are scored again by others."""
 
-    def __init__(
-        self, cluster: Cluster, config: Config, function: Callable[..., Any] | None, tell: Callable[[str], object]
-    ) -> None:
-        self._cluster, self._config, self._function, self._tell = cluster, config, function, tell
+    def __init__(self, config: Config, function: Callable[..., Any] | None, tell: Callable[[str], object]) -> None:
+        self._config, self._function, self._tell = config, function, tell
+        self._cluster: Cluster | None = None
         self._actors: list[Remote | None] = []
         self._load: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -37,12 +36,14 @@ class RayScorer(Scorer):
 
     async def start(self) -> None:
         async with self._lock:
-            if not self._actors:
+            if self._cluster is None:
+                self._cluster = Cluster.join(self._config)
                 await self._cluster.start()
                 numbers = range(len(self._cluster.of("reward")))
                 self._actors = list(await asyncio.gather(*map(self._made, numbers)))
 
     async def _made(self, number: int) -> Remote:
+        assert self._cluster is not None
         remote = await self._cluster.actor(ScoringActor, self._cluster.of("reward")[number])
         await remote.call("make", self._config.reward, self._function)
         return remote
@@ -109,3 +110,5 @@ class RayScorer(Scorer):
         await asyncio.gather(*(closed_in_time(lambda one=remote: one.call("close"), CLOSE_SECONDS) for remote in there))  # type: ignore[misc]
         for remote in there:
             remote.kill()
+        if self._cluster is not None:
+            await self._cluster.leave()
