@@ -44,12 +44,13 @@ class Actor:
             os.chdir(folder)
         sys.path += [entry for entry in path if entry not in sys.path]
 
-    async def call(self, method: str, packed: bytes) -> tuple[Any, Exception | None]:
+    async def call(self, method: str, packed: bytes) -> bytes:
+        """In pickles of our own: arrays that Ray carries can be read only."""
         args, keywords = pickle.loads(packed)
         try:
-            return await getattr(self, method)(*args, **keywords), None
+            return pickle.dumps((await getattr(self, method)(*args, **keywords), None))
         except Exception as error:
-            return None, _sendable(error)
+            return pickle.dumps((None, _sendable(error)))
 
     async def where(self) -> tuple[int, str]:
         """Process and node."""

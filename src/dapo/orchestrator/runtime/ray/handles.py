@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any
 
@@ -48,7 +49,7 @@ class Remote:
 
     async def send(self, method: str, packed: Any) -> Any:
         """:meth:`call` with arguments that are packed, or the reference of an object of them."""
-        result, error = await self.get("call", method, packed)
+        result, error = pickle.loads(await self.get("call", method, packed))
         if error is not None:
             raise error
         return result

@@ -73,5 +73,5 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
         found = [await engine_in(*pair) for pair in zip(workers, learners, strict=True)]  # a whole model at a time
         fleet = Fleet(found, None, tell, None, config.runtime.deterministic, cluster.leave)
     for number, worker in enumerate(workers):
-        fleet.watch(worker, lambda error, n=number: RankError(f"rank {n} of {len(workers)}: {error}"))
+        fleet.watch(worker, lambda error, n=number: RankError(f"rank {n} of {len(workers)} failed: {error}"))
     return Placed(learner, fleet, None, sync, model, stop_ids, learner.built.fingerprint)

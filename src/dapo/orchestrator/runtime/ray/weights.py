@@ -19,6 +19,7 @@ from dapo.rollout.engine import EngineError, hand_over
 
 if TYPE_CHECKING:
     from dapo.orchestrator.runtime.ray.fleet import Fleet
+    from dapo.orchestrator.runtime.ray.handles import Remote
     from dapo.training.parallel.front import RankedLearner
 
 Sent = Mapping[str, tuple[np.ndarray[Any, Any], str, tuple[int, ...]]]
@@ -84,7 +85,7 @@ class _Engines:
 
     def _tell(self, method: str, *args: Any) -> None:
         packed = pickle.dumps(((method, *args), {}))
-        self._all("call", "engine", packed, lambda outcome: outcome[1])
+        self._all("call", "engine", packed, lambda outcome: pickle.loads(outcome)[1])
 
     def _all(self, method: str, *args: Any) -> None:
         import ray
@@ -116,10 +117,10 @@ class RaySync:
             self._updates = learner.facts.updates
             change.done(version, reached)
 
-    async def give(self, learner: RankedLearner, actor: Any) -> int | None:
+    async def give(self, learner: RankedLearner, engine: Remote) -> int | None:
         """Hand a new engine the weights that the others have, unless there are newer ones, which a push is to bring.
         Returns the version."""
-        given = await learner.call("hand_over", [actor], at=self._updates)
+        given = await learner.call("hand_over", [engine.actor], at=self._updates)
         if given is None or not given[1]:
             return None
         return int(given[0])
