@@ -103,6 +103,14 @@ def _told(resources: Mapping[str, float]) -> str:
     return ", ".join(words[name](amount) for name, amount in resources.items())
 
 
+def quiet() -> None:
+    """Keep Ray's own words out of the console; its logs have them."""
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        os.environ.setdefault(name, "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None  # what no setting turns off
+
+
 class Cluster:
     """Where the actors of a run live."""
 
@@ -112,7 +120,7 @@ class Cluster:
         self._config = config
         self._started, self._users = False, 0
         self._group: Any = None
-        self._actors: list[Any] = []
+        self.actors: list[Any] = []
         self.bundles: list[Bundle] = []
 
     @classmethod
@@ -155,10 +163,7 @@ class Cluster:
 
     def _init(self) -> None:
         address = self._config.runtime.address
-        for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
-            os.environ.setdefault(name, "0")
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        ray._private.worker.print_to_stdstream = lambda *_, **__: None  # its log has it; no setting turns it off
+        quiet()
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
         if address is None:
             asked = sum(bundle.cpus for bundle in bundles(self._config, False))
@@ -179,7 +184,7 @@ class Cluster:
         options = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "memory": bundle.memory or None}
         made = ray.remote(kind).options(scheduling_strategy=place, max_concurrency=10_000, **options)
         remote = Remote(made.remote(str(Path.cwd()), sys.path), f"{bundle.role} {bundle.number}")
-        self._actors.append(remote)
+        self.actors.append(remote)
         await remote.locate()
         return remote
 
@@ -188,7 +193,7 @@ class Cluster:
         await asyncio.wait_for(in_thread(self._close), CLOSE_SECONDS)
 
     def _close(self) -> None:
-        for remote in self._actors:
+        for remote in self.actors:
             remote.kill()
         if self._group is not None and ray.is_initialized():
             remove_placement_group(self._group)
