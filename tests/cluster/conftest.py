@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 import run_cases
 
 
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
     import ray
+
     from dapo.orchestrator.runtime.ray.cluster import quiet
 
     quiet()

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_cases import fleet_of
-from run_cases import TOKENIZER, config_for
 
 from dapo.data.template import PromptTemplate
 from dapo.model.loading import embedding_rows
 from dapo.rollout.engine import Request, Sampling
+from ray_cases import fleet_of
+from run_cases import TOKENIZER, config_for
 
 REQUESTS = [Request(n, (3 + n, 4), tuple(range(100 * n, 100 * n + 50)), Sampling(1.0, 12)) for n in range(8)]
 LONG = {"rollout.max_response_length": 200, "rollout.max_concurrent_samples": 8, "training.tokens_per_micro_batch": 512}

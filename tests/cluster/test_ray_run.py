@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import ray_cases
 import run_cases as cases
-
 from dapo.errors import ConfigError
 from dapo.observe.run_folder import RunFolder
 from dapo.training.parallel.front import RankError
@@ -88,5 +88,5 @@ def test_a_rank_that_is_killed_ends_the_run_which_goes_on_elsewhere(
 def test_what_the_cluster_lacks_is_said_before_anything_is_loaded(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"64 CPUs are asked for \(64 for learner\) and the cluster has 16; lower"):
         train(tmp_path / "run", tiny, {"runtime.kind": "ray", "runtime.learner.workers": 64})
-    with pytest.raises(ConfigError, match="with runtime.kind=ray its workers load it from a folder"):
+    with pytest.raises(ConfigError, match=r"with runtime\.kind=ray its workers load it from a folder"):
         train(tmp_path / "run", tiny, {"runtime.kind": "ray"}, model=cases.tiny_model())
