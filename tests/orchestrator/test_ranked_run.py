@@ -145,5 +145,7 @@ def test_a_rank_that_is_killed_ends_the_run_which_goes_on_from_its_last_checkpoi
         for process in processes:
             process.stop()
     assert time.monotonic() - killed[0] < 20
-    assert re.search("the last checkpoint is .*/step-00001$", str(caught.value))
+    said = str(caught.value)
+    assert re.search(r"could not be saved; the last checkpoint is .*/step-00001; to go on: dapo\.train", said)
+    assert said.count("exit code") == 1
     assert [step["step"] for step in steps_of(runs("run", [], going_on=True))] == [1, 2, 3]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from training_cases import SHAPE, packed, random_groups, weights_of
 
 from dapo.algorithm.kl import AdaptiveKL
@@ -81,6 +82,13 @@ def spoiled(mini: Any) -> Any:
     return mini.with_columns(advantages=np.full_like(mini.columns["advantages"], np.nan))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """By the names of the tensors, in whatever file they are."""
+    return {
+        name: tensor.tobytes() for file in folder.rglob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+
+
 def norms_of(folder: Path) -> dict[str, Any]:
     """Of the weights, in the report of the only fault."""
     (report,) = folder.glob("*/report.json")
@@ -124,7 +132,15 @@ def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
         taken = await learner.snapshot()
         with pytest.raises(FileExistsError, match=r"rank 0: .*checkpoint/model exists"):  # of all, and they go on
             await in_thread(taken.write, tmp_path / "checkpoint", (1,))
-        await asyncio.gather(in_thread(taken.write, tmp_path / "more", ()), learner.call("published"))
+
+        await learner.call("slow_disk", 1.0)
+        writing = asyncio.create_task(in_thread(taken.write, tmp_path / "more", ()))  # again, as the first time failed
+        await learner.update(1, 3, mini, step)
+        assert not writing.done() and step.reports[3].skipped is None
+        await writing
+        assert contents(tmp_path / "more") == contents(tmp_path / "checkpoint")  # without that update
+        assert learner.expected_bytes == alone.expected_bytes
+        assert 0 <= taken.bytes - learner.expected_bytes < 1000, "a number for each parameter: Adam's step"
 
         begun = asyncio.ensure_future(learner.call("wait", 60.0))  # rank 0 waits for rank 1, which sleeps
         await asyncio.sleep(0.5)
@@ -134,7 +150,7 @@ def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
             await begun
         assert time.monotonic() - start < 20
         with pytest.raises(RankError, match="rank 1 of 2"):
-            await learner.update(1, 3, mini, step)
+            await learner.update(1, 4, mini, step)
 
     asyncio.run(with_ranks(work, config))
     alone.keep_faults(tmp_path / "alone")
