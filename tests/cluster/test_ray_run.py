@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,53 +35,39 @@ def train(
     return heard
 
 
-def assert_same(steps: list[dict[str, Any]], others: list[dict[str, Any]], floats: Sequence[str] = FLOATS) -> None:
+def assert_same(steps: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
     """But for the order of additions over ranks."""
     assert len(steps) == len(others)
     for one, other in zip(steps, others, strict=True):
-        names = [name for name in floats if name in one]
-        assert len(names) > 1
+        names = [name for name in FLOATS if name in one]
+        assert len(names) > 2
         assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-4, abs=1e-5)
 
 
-@pytest.fixture(scope="module")
-def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The steps in one process."""
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    train(folder, tiny, {})
-    return cases.steps_of(folder)
-
-
-def test_a_run_goes_through_dead_engines_and_rewards_and_ends_with_a_dead_rank(
-    tiny: Path, tmp_path: Path, alone: list[dict[str, Any]]
-) -> None:
-    folder = tmp_path / "run"
+def test_a_run_is_that_of_one_process_though_engines_and_rewards_die(tiny: Path, tmp_path: Path) -> None:
+    folder, alone = tmp_path / "run", tmp_path / "alone"
+    train(alone, tiny, {})
     heard = train(folder, tiny, APART, ("engine 1", "reward 0"))
     told = "\n".join(heard.warnings)
     assert re.search(r"engine 1 \(process \d+ on .*\) ended: .*and it is replaced", told)
     assert re.search(r"reward 0 \(process \d+ on .*\) ended: .*and it is replaced", told)
-    assert_same(cases.steps_of(folder), alone)
+    assert_same(cases.steps_of(folder), cases.steps_of(alone))
     assert ray_cases.workers() == []
 
 
-def test_a_rank_that_is_killed_ends_the_run_which_goes_on_elsewhere(
-    tiny: Path, tmp_path: Path, alone: list[dict[str, Any]]
-) -> None:
+def test_a_rank_that_is_killed_ends_the_run_which_goes_on_elsewhere(tiny: Path, tmp_path: Path) -> None:
     """Beside its engine on two workers; then on three, and in one process."""
-    folder, together = tmp_path / "run", {"runtime.kind": "ray", "runtime.learner.workers": 2, "run.save_every": 1}
+    folder, alone = tmp_path / "run", tmp_path / "alone"
+    same = {"runtime.deterministic": False, "algorithm.filter_groups.enable": False, "run.save_every": 1}
+    together = same | {"runtime.kind": "ray", "runtime.learner.workers": 2}
     with pytest.raises(RankError, match=r"rank 1 of 2 failed.*learner 1 \(process \d+ on .*\) ended: .*killed"):
         train(folder, tiny, together, ("learner 1",))
-    assert ray_cases.workers() == []
-    assert len(cases.steps_of(folder)) == 2
-    go_on = {"resume": RunFolder(folder)}
-    train(
-        folder,
-        tiny,
-        together | {"runtime.learner.workers": 3, "training.steps": 3, "runtime.deterministic": False},
-        **go_on,
-    )
-    train(folder, tiny, {"runtime.deterministic": False}, **go_on)
-    assert_same(cases.steps_of(folder), alone, ("loss", "grad_norm"))  # of what is not trained on more is cancelled
+    assert ray_cases.workers() == [] and len(cases.steps_of(folder)) == 2
+    more = together | {"runtime.learner.workers": 3, "training.steps": 3}
+    train(folder, tiny, more, resume=RunFolder(folder))
+    train(folder, tiny, same, resume=RunFolder(folder))
+    train(alone, tiny, same)
+    assert_same(cases.steps_of(folder), cases.steps_of(alone))
 
 
 def test_what_the_cluster_lacks_is_said_before_anything_is_loaded(tiny: Path, tmp_path: Path) -> None:

@@ -6,17 +6,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-from dapo.config.sections import RoleConfig, RuntimeConfig
-
-if TYPE_CHECKING:
-    from dapo.config.tree import Config
+from dapo.config.runtime import RoleConfig, RuntimeConfig
 
 _DEFAULTS = RuntimeConfig()
 
 
-def conflicts_of_placement(config: Config) -> Iterator[str]:
+def conflicts_of_placement(config: Any) -> Iterator[str]:
     """As ``tree.conflicts``."""
     runtime = config.runtime
     ray, apart = runtime.kind == "ray", runtime.placement == "disaggregated"
@@ -26,15 +23,15 @@ def conflicts_of_placement(config: Config) -> Iterator[str]:
             yield f"runtime.{key}: is for runtime.kind=ray, and kind is local; leave it out, or use kind=ray"
         elif given and key == "engine" and not apart:
             yield (
-                "runtime.engine: with placement=colocated each of the learner's workers has an engine; leave it out, or "
-                "use placement=disaggregated"
+                "runtime.engine: with placement=colocated each of the learner's workers has an engine; leave it out, "
+                "or use placement=disaggregated"
             )
     yield from _conflicting_sync(config, ray, apart)
     if ray:
         yield from _conflicts_with_ray(config, apart)
 
 
-def _conflicting_sync(config: Config, ray: bool, apart: bool) -> Iterator[str]:
+def _conflicting_sync(config: Any, ray: bool, apart: bool) -> Iterator[str]:
     kind, engine = config.runtime.sync, config.rollout.engine
     allowed: tuple[str, ...] = {"native": ("copy",), "vllm": ("ipc", "nccl", "files")}.get(engine, ())
     if ray:
@@ -47,7 +44,7 @@ def _conflicting_sync(config: Config, ray: bool, apart: bool) -> Iterator[str]:
         )
 
 
-def _conflicts_with_ray(config: Config, apart: bool) -> Iterator[str]:
+def _conflicts_with_ray(config: Any, apart: bool) -> Iterator[str]:
     rollout, learner = config.rollout, config.runtime.learner
     if rollout.engine == "openai":
         yield "rollout.engine: openai is for runtime.kind=local: its server is its own placement; use native or vllm"
@@ -66,7 +63,7 @@ def _conflicts_with_ray(config: Config, apart: bool) -> Iterator[str]:
         yield "runtime.learner.cpu_offload: is for a sharded model; use sharded=true (without LoRA), or leave it out"
 
 
-def shards(config: Config) -> bool:
+def shards(config: Any) -> bool:
     """``runtime.learner.sharded`` with null resolved, as far as the recipe says whether there is an adapter."""
     learner = config.runtime.learner
     return learner.sharded if learner.sharded is not None else learner.workers > 1 and not config.model.lora.rank
@@ -93,7 +90,7 @@ class Bundle:
         return "cuda" if self.gpus else "cpu"
 
 
-def bundles(config: Config, gpus: bool) -> list[Bundle]:
+def bundles(config: Any, gpus: bool) -> list[Bundle]:
     """Of all actors that a recipe asks for. ``gpus``: whether the cluster has any."""
     runtime = config.runtime
     gpus = gpus and runtime.device != "cpu"
