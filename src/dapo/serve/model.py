@@ -100,6 +100,11 @@ class ServedModel:
         every = [door.refusal for door in self.doors.values()]
         return None if None in every else every[0]
 
+    @property
+    def ended(self) -> str | None:
+        """That an engine has ended, and why; None: they all work."""
+        return next(filter(None, (door.ended for door in self.doors.values())), None)
+
     async def submit(self, job: Job) -> AsyncGenerator[tuple[int, Part]]:
         """The parts of all samples, each with the number of its sample in the job. To be closed, which frees what they
         hold. Raises Refused: at the first step, and later if the time is over; EngineError: the engine failed;
