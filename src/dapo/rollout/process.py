@@ -71,7 +71,7 @@ class EngineProcess:
         while True:
             told = _received(self._socket)
             if told is None:
-                raise ProcessError(f"{self._last_words()} while it loaded the model")
+                raise ProcessError(f"the engine did not start: {self._last_words()} while it loaded the model")
             if isinstance(told, BaseException):
                 self._process.wait()
                 raise told
@@ -151,7 +151,7 @@ class EngineProcess:
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(_PATIENCE_S)
         why = " (killed, as the system does where memory is short)" if code == -9 else ""
-        return f"the engine's process ended with exit code {code}{why}"
+        return f"its process ended with exit code {code}{why}"
 
     def kill(self) -> None:
         """End it, which has nothing to lose."""

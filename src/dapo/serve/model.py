@@ -43,6 +43,7 @@ from dapo.serve.door import Door, Refused, Restarted
 if TYPE_CHECKING:
     from dapo.inference.model import LocalEngine
 
+_PART_S = 1e-3  # for each sample, between its parts: several times what it takes to send one
 _Names = Mapping[str, str | None]
 """Of models, with the folders of their adapters."""
 
@@ -124,8 +125,8 @@ class ServedModel:
                 async with asyncio.timeout_at(end):
                     engine = await door.enter(requests)
                 hidden, template = requests[0].sampling.stop if job.hidden else (), self.prompting.template
-                how = {"drafts": job.drafts, "pieces": job.pieces}
-                parts = written(engine, template, requests, **how, hidden=hidden, done=done)
+                how: dict[str, Any] = {"drafts": job.drafts, "pieces": job.pieces, "hidden": hidden, "done": done}
+                parts = written(engine, template, requests, **how, period=lambda: _PART_S * self.waiting)
                 async with aclosing(parts):
                     while left:
                         async with asyncio.timeout_at(end):  # of each step: another task may take the next one
