@@ -455,7 +455,10 @@ def adapter_in(folder: Path, base: Path, seed: int) -> Path:
     return folder
 
 
-def test_an_adapter_is_given_weights_by_its_name_and_the_model_below_stays(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_adapter_is_given_weights_by_its_name_and_the_model_below_stays(
+    model: Path, tmp_path: Path, apart: bool
+) -> None:
     adapters = {seed: adapter_in(tmp_path / f"adapter{seed}", model, seed) for seed in (1, 2)}
     loaded = load_model(str(adapters[2]), torch.float32)
     tensors = {name: parameter.detach() for name, parameter in adapter_parameters(loaded).items()}
@@ -476,7 +479,7 @@ def test_an_adapter_is_given_weights_by_its_name_and_the_model_below_stays(model
             found[f"{name}"] = (await client.post("/weights/begin", json={"version": 9, "model": name})).status_code
         return found
 
-    found = with_server(model, ask, tmp_path, adapters={"poet": str(adapters[1])})
+    found = with_server(model, ask, tmp_path, adapters={"poet": str(adapters[1])}, apart=apart)
     assert found.pop("state") == {"version": 4, "reason": "an update is under way", "adapter_rank": 2}
     ids = {name: choice["token_ids"] for name, choice in found.items() if isinstance(choice, dict)}
     assert ids["base"] == ids["still"] == ids["others"] == expected(tiny_model(0)) and ids["second"] == expected(loaded)

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from dapo.records import Prompt
     from dapo.rollout.native.engine import NativeEngine
     from dapo.rollout.openai import OpenAIEngine
+    from dapo.rollout.process import ProcessEngine
     from dapo.rollout.vllm.engine import VLLMEngine
 
-    LocalEngine = NativeEngine | VLLMEngine
+    LocalEngine = NativeEngine | VLLMEngine | ProcessEngine
 
 
 _OPEN: Mapping[str, Any] = {

@@ -124,7 +124,7 @@ async def written(
     drafts: bool = True,
     pieces: bool = False,
     hidden: Collection[str] = (),
-    period: float = 0.0,
+    period: Callable[[], float] = lambda: 0.0,
     done: Callable[[], object] = lambda: None,
 ) -> AsyncGenerator[Part]:
     """The parts of all samples of ``requests``, in the order in which they come. To be closed, which ends what is left.
@@ -133,14 +133,14 @@ async def written(
         drafts: whether to tell of samples while they are written; otherwise each is one part.
         pieces: whether to give the text of each token, which takes longer.
         hidden: stop texts that end the text before them.
-        period: seconds in which drafts are gathered.
+        period: seconds in which drafts are gathered; what has finished is told at once.
         done: called when the engine is done with all of them, even if their parts wait to be taken.
 
     Raises:
         EngineError: a request cannot be served, or the engine failed.
     """
     news: dict[tuple[int, int], list[Sample | Draft]] = {}  # of each sample, what was not told yet
-    changed = asyncio.Event()
+    changed, clock, due = asyncio.Event(), asyncio.get_running_loop().time, 0.0
 
     async def read() -> None:
         events = engine.stream(requests) if drafts else engine.generate(requests)
@@ -148,7 +148,8 @@ async def written(
             async with aclosing(cast(AsyncGenerator[Sample | Draft], events)) as found:
                 async for event in found:
                     news.setdefault((event.request_id, event.index), []).append(event)
-                    changed.set()
+                    if isinstance(event, Sample) or clock() >= due:  # otherwise it is told with the next draft
+                        changed.set()
         finally:
             done()
             changed.set()
@@ -159,8 +160,9 @@ async def written(
     try:
         while not ended:
             await changed.wait()
-            await asyncio.sleep(period)
+            await asyncio.sleep(0)
             changed.clear()
+            due = clock() + period()
             ended = reading.done()
             while news:
                 key = next(iter(news))

@@ -145,7 +145,7 @@ async def _answer(service: Service, request: Request) -> Response:
     if body.stream:
         service.first.observe(time.perf_counter() - started)
         headers = {"version": str(max(told[0][1].versions, default=0))}
-        return _Events(_events(reply, told[0], parts, body, count), headers)
+        return _Events(_events(reply, told[0], parts, count), headers)
     whole = reply.whole(told)
     count()
     return JSONResponse(whole, headers={"version": str(reply.version)})
@@ -160,21 +160,19 @@ async def _begun(served: ServedModel, job: Job, stream: bool) -> tuple[list[_Num
 
 
 async def _events(
-    reply: Reply,
-    first: _Numbered | None,
-    parts: AsyncGenerator[_Numbered],
-    body: SamplingRequest,
-    count: Callable[[], None],
+    reply: Reply, first: _Numbered | None, parts: AsyncGenerator[_Numbered], count: Callable[[], None]
 ) -> AsyncGenerator[str]:
     try:
         async with aclosing(parts):
             while first is not None:
-                if chunk := reply.chunk(*first):
-                    yield _event(chunk)
+                told = [
+                    reply.chunk(*first),
+                    reply.last_chunk(),
+                ]  # the end in one piece: each costs a call of the system
+                event = "".join(_event(chunk) for chunk in told if chunk) + "data: [DONE]\n\n" * reply.ended
+                if event:
+                    yield event
                 first = await anext(parts, None)
-        if body.stream_options is not None and body.stream_options.include_usage:
-            yield _event(reply.last_chunk())
-        yield "data: [DONE]\n\n"
     except Exception as error:  # the status is sent; clients read this as an error
         yield _event(_body_of(error)[1])
     finally:
@@ -250,7 +248,8 @@ async def serve(
     weights_dir: Path | None = None,
 ) -> None:
     """Serve what ``load`` returns, called in a thread, until a signal comes. ``drain_s``: longest time for running
-    requests to finish. Raises ConfigError: the address cannot be listened on; UserError: what ``load`` raises."""
+    requests to finish. Raises ConfigError: the address cannot be listened on; UserError: what ``load`` raises, or an
+    engine has ended."""
     # each launch lets the interpreter go, and while the event loop is at work, the engine's thread waits so long for it
     sys.setswitchinterval(1e-4)
     service = Service(limits, address.token)
@@ -263,9 +262,19 @@ async def serve(
         gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
         say(f"serving {', '.join(served.doors)}, up to {served.context} tokens a sample")
 
+    why: list[str] = []
+
+    async def until() -> None:  # whoever has started the server may start it again
+        while not why:
+            await asyncio.sleep(1)
+            why.extend(filter(None, [service.served.ended]))
+
     async def close() -> None:
         if service.loaded is not None:
             await service.loaded.close()
 
     how: dict[str, Any] = {"starting": "loading the model", "ready": "{}/v1 (also /health, /ready, /metrics)"}
-    await run_service(create_app(service, weights_dir), address, service, start, close, drain_s=drain_s, say=say, **how)
+    how |= {"until": until, "drain_s": drain_s, "say": say}
+    await run_service(create_app(service, weights_dir), address, service, start, close, **how)
+    if why:
+        raise UserError(why[0])

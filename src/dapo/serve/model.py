@@ -8,16 +8,18 @@ new requests to it wait (:class:`Door`).
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import os
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.config import load_config
+import torch
+
+from dapo.config import Config, load_config
 from dapo.config.plan import existing_recipe
 from dapo.config.reading import with_values
 from dapo.errors import ConfigError, ModelError
@@ -31,12 +33,19 @@ from dapo.inference.model import (
     settings_for,
 )
 from dapo.inference.stream import Part, written
+from dapo.model.loading import embedding_rows
+from dapo.model.placement import engine_device
 from dapo.observe.progress import Listener
 from dapo.rollout.engine import EngineError, Request
+from dapo.rollout.process import EngineProcess, ProcessEngine
 from dapo.serve.door import Door, Refused, Restarted
 
 if TYPE_CHECKING:
     from dapo.inference.model import LocalEngine
+
+_PART_S = 1e-3  # for each sample, between its parts: several times what it takes to send one
+_Names = Mapping[str, str | None]
+"""Of models, with the folders of their adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,11 @@ class ServedModel:
         every = [door.refusal for door in self.doors.values()]
         return None if None in every else every[0]
 
+    @property
+    def ended(self) -> str | None:
+        """That an engine has ended, and why; None: they all work."""
+        return next(filter(None, (door.ended for door in self.doors.values())), None)
+
     async def submit(self, job: Job) -> AsyncGenerator[tuple[int, Part]]:
         """The parts of all samples, each with the number of its sample in the job. To be closed, which frees what they
         hold. Raises Refused: at the first step, and later if the time is over; EngineError: the engine failed;
@@ -111,8 +125,8 @@ class ServedModel:
                 async with asyncio.timeout_at(end):
                     engine = await door.enter(requests)
                 hidden, template = requests[0].sampling.stop if job.hidden else (), self.prompting.template
-                how = {"drafts": job.drafts, "pieces": job.pieces}
-                parts = written(engine, template, requests, **how, hidden=hidden, done=done)
+                how: dict[str, Any] = {"drafts": job.drafts, "pieces": job.pieces, "hidden": hidden, "done": done}
+                parts = written(engine, template, requests, **how, period=lambda: _PART_S * self.waiting)
                 async with aclosing(parts):
                     while left:
                         async with asyncio.timeout_at(end):  # of each step: another task may take the next one
@@ -185,6 +199,7 @@ def load_served(
     adapters: Mapping[str, str] | None = None,
     copies: int = 1,
     limits: Limits | None = None,
+    apart: bool | None = None,
 ) -> ServedModel:
     """Load what is served.
 
@@ -194,6 +209,8 @@ def load_served(
         name: that requests give; None: the last part of the model's path.
         adapters: folders of LoRA adapters on that model, by the names that requests give.
         copies: engines of each; on several GPUs one on each.
+        apart: whether the engines have processes of their own; None: on GPUs, which HTTP would slow down. vLLM has some
+            anyway.
 
     Raises:
         UserError: a setting, the model or an adapter is wrong.
@@ -209,20 +226,61 @@ def load_served(
         config = with_values(config, {"evaluation.temperature": 1.0})
     listener.phase("loading the model")
     prompting = load_prompting(config)
-    longest, limit = room_for(config)
-    weights, stop_ids = load_weights(prompting, listener)
+    tokens = sum(room_for(config))
     if config.rollout.engine == "vllm" and copies > 1:
         raise ConfigError(
             "--engines: is for the native engine; with vLLM use rollout.tensor_parallel, or several servers"
         )
-    doors: dict[str, Door] = {}
-    for one, adapter in {name: None, **(adapters or {})}.items():
-        twin = weights if adapter is None else _with_adapter(weights, adapter, prompting)
-        models = [twin, *(_copied(twin, number) for number in range(1, copies))]
-        engines = [engine_for(prompting, each, stop_ids, longest + limit, 2**20, adapter) for each in models]
-        doors[one] = Door(engines)
+    names = {name: None, **(adapters or {})}
+    if apart is None:
+        apart = config.rollout.engine == "native" and engine_device(config).type == "cuda"
+    if apart:
+        engines, stop_ids = _in_processes(prompting.config, names, tokens, copies, listener)
+    else:
+        found = [_load_engines(prompting, names, tokens, listener) for _ in range(copies)]
+        engines, stop_ids = [several for several, _ in found], found[0][1]
+    prompting.template.ends_with(stop_ids)
+    doors = {one: Door([several[one] for several in engines]) for one in names}
     longest_token = max(map(len, prompting.tokenizer.get_vocab()))
-    return ServedModel(name, prompting, doors, longest + limit, stop_ids, longest_token, limits or Limits())
+    return ServedModel(name, prompting, doors, tokens, stop_ids, longest_token, limits or Limits())
+
+
+def _load_engines(
+    prompting: Prompting, names: _Names, tokens: int, listener: Listener
+) -> tuple[dict[str, LocalEngine], tuple[int, ...]]:
+    """Engines by the names that requests give, and the ids that end a response. Their models share the weights below
+    the adapters."""
+    weights, stop_ids = load_weights(prompting, listener)
+    engines: dict[str, LocalEngine] = {}
+    for name, adapter in names.items():
+        model = weights if adapter is None else _with_adapter(weights, adapter, prompting)
+        engines[name] = engine_for(prompting, model, stop_ids, tokens, 2**20, adapter)
+    return engines, stop_ids
+
+
+def _load_there(config: Config, *how: Any) -> Any:
+    return _load_engines(load_prompting(config), *how)
+
+
+def _in_processes(
+    config: Config, names: _Names, tokens: int, copies: int, listener: Listener
+) -> tuple[list[dict[str, LocalEngine]], tuple[int, ...]]:
+    """The same in processes, each of which loads the model; on several GPUs one on each."""
+    rows = embedding_rows(config.model.path, config.model.trust_remote_code) or 2**31
+    first, count = engine_device(config).index or 0, torch.cuda.device_count()
+    places = [{"rollout.device": f"cuda:{(first + n) % count}"} if count > 1 else {} for n in range(copies)]
+    processes = [EngineProcess(partial(_load_there, with_values(config, place), names, tokens)) for place in places]
+    engines: list[dict[str, LocalEngine]] = []
+    try:
+        for process in processes:
+            shapes, stop_ids = process.loaded(listener)
+            limits = {"vocabulary": rows, "max_sequence": tokens, "stop_ids": stop_ids}
+            engines.append({name: ProcessEngine(process, name, shapes[name], **limits) for name in names})
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    return engines, stop_ids
 
 
 def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
@@ -230,7 +288,6 @@ def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
     Raises ModelError: the folder holds none, or it is not for this model."""
     from dapo.model.adapters import has_adapter, put_on, require_adapter
     from dapo.model.loading import copy_model
-    from dapo.model.placement import engine_device
 
     if has_adapter(model):
         raise ModelError(f"adapter {folder}: the served model has an adapter itself; serve their base, and name both")
@@ -245,12 +302,3 @@ def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
         raise ModelError(f"adapter {folder}: its base is {adapter.base}, and {served} is served")
     twin = put_on(copy_model(model), adapter, next(model.parameters()).dtype)
     return twin.requires_grad_(False).eval()
-
-
-def _copied(model: Any, number: int) -> Any:
-    """A model with weights of its own, on another GPU if there are several."""
-    import torch
-
-    twin = copy.deepcopy(model)
-    several = torch.cuda.device_count() > 1 and next(model.parameters()).device.type == "cuda"
-    return twin.to(f"cuda:{number % torch.cuda.device_count()}") if several else twin

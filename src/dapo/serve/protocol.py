@@ -243,6 +243,7 @@ class Reply:
             "model": job.model,
         }
         self._offsets: dict[int, int] = {}  # by choice that was begun: characters of its tokens so far
+        self._left = sum(len(one.seeds) for one in job.requests)
         self.completion_tokens = self.version = 0
         """``version``: the newest that a token was sampled under."""
 
@@ -258,8 +259,14 @@ class Reply:
         tells = new or part.text or part.sample or request.return_token_ids or request.likely is not None
         return self._message([choice]) if tells else None
 
-    def last_chunk(self) -> dict[str, Any]:
-        return self._message([]) | self._usage()
+    def last_chunk(self) -> dict[str, Any] | None:
+        """What follows all others, if it is asked for; None: there is nothing to tell, or not yet."""
+        options = self._request.stream_options
+        return self._message([]) | self._usage() if self.ended and options and options.include_usage else None
+
+    @property
+    def ended(self) -> bool:
+        return self._left == 0
 
     def _usage(self) -> dict[str, Any]:
         prompt, completion = self._job.prompt_tokens, self.completion_tokens
@@ -272,6 +279,7 @@ class Reply:
 
     def _choice(self, number: int, part: Part) -> dict[str, Any]:
         request, new, offset = self._request, number not in self._offsets, self._offsets.get(number, 0)
+        self._left -= part.sample is not None
         self.completion_tokens += len(part.token_ids)
         self.version = max(self.version, *part.versions, 0)
         choice: dict[str, Any] = {"index": number, "finish_reason": part.sample and part.sample.finish_reason}

@@ -38,6 +38,7 @@ HEAD_S, BODY_S, BODY_BYTES = 10.0, 60.0, 2**20
 """Seconds that the head of a request may take, and so many bytes of its body, or all of it; a client may go that long
 without reading any answer."""
 _LOOK_S = 2.0
+_DESCRIPTORS = 4096  # of the process that a server has to itself
 _BACKLOG = 64  # connections that are accepted in one go, before any of them can be turned away
 _log = logging.getLogger(__name__)
 
@@ -234,40 +235,47 @@ async def run_service(
     say: Callable[[str], object],
     starting: str,
     ready: str,
+    until: Callable[[], Coroutine[Any, Any, object]] = lambda: asyncio.Event().wait(),
 ) -> None:
     """Serve from now on, and be ready once ``start`` is done, until a signal comes. The first one drains: running
     requests are finished within ``drain_s`` seconds, and the application refuses new ones. The second one ends the
-    process. In the end calls ``close``.
+    process. In the end calls ``close``, which makes what still runs fail.
 
     Args:
         progress: kept up to date for the application, which counts what it answers.
         starting, ready: what to say then; ``{}`` in the second one becomes the address.
+        until: returns when the application can work no more, which ends it as a signal does.
 
     Raises:
         ConfigError: the address cannot be listened on; and what ``start`` raises.
     """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))  # the usual 1024 are not enough
     try:
         listening = listening_socket(address.host, [address.port])
-        where, signalled = url(*listening.getsockname()[:2]), _on_signals()
-        # connections are kept longer than clients keep an idle one, so that none is closed in the moment it is used
-        server = _OwnSignals(app, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=1)
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        try:
-            say(f"listening on {where}, {starting}")
-            if await _before(signalled.wait(), start(), serving):
-                progress.state = "ready"
-                say(f"ready: {ready.format(where)}")
-                await _before(signalled.wait(), asyncio.Event().wait(), serving)
-            progress.state = "draining"
-            say(f"stopping; {progress.answering} requests to finish, within {drain_s:g} s")
-            end = time.monotonic() + drain_s
-            while progress.answering and time.monotonic() < end:
-                await asyncio.sleep(0.05)
-        finally:
-            server.should_exit = True
-            await asyncio.gather(serving, return_exceptions=True)
-    finally:
+    except ConfigError:
         await close()
+        raise
+    where, signalled = url(*listening.getsockname()[:2]), _on_signals()
+    # connections are kept longer than clients keep an idle one, so that none is closed in the moment it is used
+    server = _OwnSignals(app, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=1)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        say(f"listening on {where}, {starting}")
+        if await _before(signalled.wait(), start(), serving):
+            progress.state = "ready"
+            say(f"ready: {ready.format(where)}")
+            await _before(signalled.wait(), until(), serving)
+        progress.state = "draining"
+        say(f"stopping; {progress.answering} requests to finish, within {drain_s:g} s")
+        end = time.monotonic() + drain_s
+        while progress.answering and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+    finally:
+        await close()  # before the server's own end, for which there is no answer but 500
+        server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 async def _before(end: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, Any], serving: asyncio.Task[None]) -> bool:

@@ -188,7 +188,7 @@ class _Side:
         sampling = Sampling(asked.temperature, limit, top_logprobs=TOP)
         seeds = tuple(sample_seed(asked.seed, 0, 0, index) for index in range(asked.samples))  # the same on both sides
         requests = [Request(self._side, ids, seeds, sampling)]
-        parts = written(self._model.engine, self._template, requests, pieces=True, period=PERIOD)
+        parts = written(self._model.engine, self._template, requests, pieces=True, period=lambda: PERIOD)
         async with asyncio.TaskGroup() as tasks, aclosing(parts):
             async for part in parts:
                 self._pieces.setdefault(part.index, []).extend(part.pieces)

@@ -1,0 +1,134 @@
+"""Engines in a process of their own, as `dapo serve` has them on a GPU: the same answers, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from dapo.errors import ModelError
+from dapo.observe.progress import QuietListener
+from dapo.rollout.process import ProcessEngine
+from dapo.serve.model import load_served
+from served import PINNED, SMALL, Served, served
+from server_process import ServerProcess
+
+APART = """
+import functools, typer
+from dapo.serve import model
+model.load_served = functools.partial(model.load_served, apart=True)
+from dapo.commands.serve import serve
+typer.run(serve)
+"""
+LONG: dict[str, Any] = {"model": "tiny", "prompt": "1+2=", "n": 16, "max_tokens": 60, "temperature": 3.0}
+
+
+@pytest.fixture(scope="module")
+def apart(folder: Path) -> Iterator[Served]:
+    with served(folder, *PINNED, apart=True) as found:
+        yield found
+
+
+def test_answers_are_those_of_an_engine_in_the_servers_process(server: Served, apart: Served) -> None:
+    how: list[dict[str, Any]] = [
+        {"n": 3, "seed": 5, "logprobs": 2, "return_token_ids": True},
+        {"stop": ["a", "e"], "seed": 6, "max_tokens": 50},
+        {"prompt": ["1+2=", "3*3="], "seeds": [7, 8], "temperature": 0},
+        {"max_tokens": 1000},  # refused
+    ]
+    told = [[one.complete(**asked).json() for asked in how] for one in (server, apart)]
+    for ours, theirs in zip(*told, strict=True):
+        assert {**ours, "id": 0, "created": 0} == {**theirs, "id": 0, "created": 0}
+
+
+def test_streams_at_once_are_what_whole_answers_are(apart: Served) -> None:
+    api = apart.openai()
+
+    def ask(seed: int) -> bool:
+        asked: dict[str, Any] = {"model": "tiny", "prompt": f"{seed}+1=", "seed": seed, "max_tokens": 40}
+        texts = ["", ""]
+        for chunk in api.completions.create(**asked, n=2, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        return [choice.text for choice in api.completions.create(**asked, n=2).choices] == texts
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(ask, range(32)))
+
+
+def test_who_goes_away_leaves_nothing_in_the_engine(apart: Served) -> None:
+    stream = apart.openai().completions.create(**LONG | {"n": 200}, stream=True)
+    next(iter(stream))
+    stream.close()
+    started = time.monotonic()
+    assert apart.complete(max_tokens=1).status_code == 200
+    end = time.monotonic() + 20
+    while apart.model.waiting or engine_of(apart)._process._hearing:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert time.monotonic() - started < 20
+
+
+def engine_of(server: Served) -> ProcessEngine:
+    engine = server.model.doors["tiny"].engines[0]
+    assert isinstance(engine, ProcessEngine)
+    return engine
+
+
+def test_a_process_that_is_killed_is_an_error_for_all_who_wait_and_all_who_come(folder: Path) -> None:
+    with served(folder, *SMALL, apart=True) as server, ThreadPoolExecutor(2) as pool:
+        stream = server.openai().completions.create(**LONG | {"n": 200}, stream=True)
+        chunks = iter(stream)
+        next(chunks)
+        whole = pool.submit(lambda: server.complete(n=200, max_tokens=60))
+        while server.model.waiting < 400:
+            time.sleep(0.01)
+        engine_of(server)._process._process.kill()
+        with pytest.raises(openai.APIError, match="process ended with exit code -9"):
+            list(chunks)
+        late = server.complete()
+        assert whole.result(20).status_code == late.status_code == 503
+        assert "exit code -9" in whole.result().text and "restart the server" in late.text
+        assert server.model.waiting == 0
+
+
+def test_the_command_ends_with_its_engine_and_the_engine_with_it(folder: Path) -> None:
+    words = [str(folder), *(word for one in SMALL for word in ("--set", one))]
+    with ServerProcess(APART, *words) as server:
+        os.kill(child_of(server), signal.SIGKILL)
+        assert server.process is not None
+        output, _ = server.process.communicate(timeout=20)
+        assert server.process.returncode == 1 and "ended with exit code -9" in output and "Traceback" not in output
+        server.start()
+        server.wait_ready()
+        child = child_of(server)
+        server.kill()
+        end = time.monotonic() + 20
+        while Path(f"/proc/{child}/cmdline").exists():
+            assert time.monotonic() < end, "it has outlived its parent"
+            time.sleep(0.05)
+
+
+def child_of(server: ServerProcess) -> int:
+    assert server.process is not None
+    pid = server.process.pid
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    found = [int(one) for task in tasks for one in (task / "children").read_text().split()]
+    [child] = [one for one in found if b"dapo.rollout.process" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return child
+
+
+def test_what_goes_wrong_while_it_loads_is_told_as_in_one_process(folder: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "tiny"
+    shutil.copytree(folder, damaged)
+    (damaged / "model.safetensors").write_bytes(b"no weights")
+    for apart in (False, True):
+        with pytest.raises(ModelError, match="cannot be loaded: Error while deserializing"):
+            load_served(str(damaged), QuietListener(), overrides=SMALL, apart=apart)
