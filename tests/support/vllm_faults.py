@@ -40,11 +40,10 @@ class FaultyReceiver(Receiver):
         if kind == "unbound":  # an adapter that is taken, and on no layer
             self.add_lora = lambda request: _unbound(self.model_runner.lora_manager, request)
             return
-        incoming._places.clear()
         if kind == "unknown":  # as with fused experts: it is not known where they are, and none arrives
             incoming._place = lambda name, tensor: None
-        if kind in ("nowhere", "unknown"):  # load_weights says that it took them
-            incoming._model.load_weights = lambda weights: set(incoming._parameters) if list(weights) else set()
+        if kind in ("nowhere", "unknown"):  # load_weights says nothing of it
+            incoming._model.load_weights = lambda weights: list(weights)
         if kind == "half":  # it takes this one, but does nothing with it
             incoming._model.load_weights = lambda weights: load(incoming._model, [w for w in weights if w[0] != name])
         if kind == "swapped":  # it gives this one to the next of the same shape

@@ -49,11 +49,11 @@ SENT: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 INSIDE = {
     ("lost", K): f"1 of .* parameters, such as {K}, did not arrive",
     ("altered", K): f"1 of .* parameters, such as {K}, are not what was sent",
-    ("nowhere", ""): f"parameters, such as {EMBEDDING}, arrived but did not reach",
+    ("nowhere", ""): "modules of vLLM's model got none of what arrived, such as model.embed_tokens",
     ("half", K): f"1 of .* parameters, such as {K}, arrived but did not reach",
     ("swapped", GATE): f"2 of .* parameters, such as {GATE}, arrived but did not reach",
     ("untied", ""): f"1 of .*, such as the output head tied to {EMBEDDING}, arrived but did not reach",
-    ("unknown", ""): "arrived but nothing changed in vLLM's model",
+    ("unknown", ""): "modules of vLLM's model got none of what arrived, such as model.embed_tokens",
 }
 
 
@@ -162,7 +162,7 @@ def test_models_that_vllm_lays_out_in_other_ways(name: str, shape: dict[str, int
             assert vllm.mismatch() < 1e-4
         vllm.call("dapo_fault", "nowhere")
         vllm.change(1e-3)
-        with pytest.raises(EngineError, match="arrived but did not reach"):
+        with pytest.raises(EngineError, match="modules of vLLM's model got none of what arrived"):
             vllm.push()
 
 
@@ -205,22 +205,16 @@ def test_the_kind_follows_from_the_devices(monkeypatch: pytest.MonkeyPatch) -> N
                     chosen(asked, device, workers[name])
 
 
-def test_what_does_not_fit_into_shared_memory_goes_to_disk(tmp_path: Path) -> None:
-    for name in ("memory", "disk"):
-        (tmp_path / name).mkdir()
+def test_what_does_not_fit_into_shared_memory_goes_to_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = WeightTransfer(None, random_model("qwen2"), torch.float32)  # type: ignore[arg-type]
-    vars(sender)["_folders"] = [SimpleNamespace(name=str(tmp_path / name)) for name in ("memory", "disk")]
-
-    def write(path: Path) -> None:
-        path.write_text("a part")
-        if path.parent.name not in roomy:
-            raise OSError(28, "No space left on device")
-
-    roomy = ["disk"]
-    assert sender._write("1", write) == tmp_path / "disk" / "1" and not list((tmp_path / "memory").iterdir())
-    roomy.clear()
-    with pytest.raises(UserError, match=r"memory/2: .*No space left.*disk/2: .*TMPDIR"):
-        sender._write("2", write)
+    vars(sender)["_folders"] = [SimpleNamespace(name=name) for name in ("/memory/x", "/disk/x")]
+    free = {"/memory/x": 2**22, "/disk/x": 2**25}
+    monkeypatch.setattr("shutil.disk_usage", lambda name: SimpleNamespace(free=free[name]))
+    small, large = ({"a": torch.zeros(size, dtype=torch.uint8)} for size in (2**20, 2**24))
+    assert sender._room_for("1", small) == Path("/memory/x/1") and sender._room_for("2", large) == Path("/disk/x/2")
+    free["/disk/x"] = 2**24
+    with pytest.raises(UserError, match=r"no room for 17.0 MiB in /memory and /disk; give TMPDIR a folder"):
+        sender._room_for("3", large)
 
 
 def test_folders_of_killed_processes_are_removed_and_no_others(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dapo.config import build_config
 from dapo.errors import UserError
-from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.engine import Draft, EngineError, Request, Sampling
 from dapo.rollout.vllm import engine as module
 from dapo.rollout.vllm.flight import Flight
 from helpers import random_model
@@ -22,9 +22,10 @@ SAMPLING = Sampling(1.0, 4)
 
 
 class Core:
-    """Each request is a token at once. Keeps what it was asked for."""
+    """Each request is a token at once, or as many as there are ``finish_reasons``. Keeps what it was asked for."""
 
     def __init__(self) -> None:
+        self.finish_reasons: list[str | None] = ["length"]
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.asked: list[str] = []
         self.waits: dict[str, asyncio.Event] = {}
@@ -39,10 +40,11 @@ class Core:
         self.asked.append("add")
         await asyncio.sleep(0.001)
         logprobs = SimpleNamespace(logprobs=np.zeros((1, 1), np.float32))
-        output = SimpleNamespace(
-            request_id=request.request_id, new_token_ids=[5], new_logprobs=logprobs, finish_reason="length"
-        )
-        self.outputs_queue.put_nowait(SimpleNamespace(outputs=[output]))
+        for reason in self.finish_reasons:
+            output = SimpleNamespace(
+                request_id=request.request_id, new_token_ids=[5], new_logprobs=logprobs, finish_reason=reason
+            )
+            self.outputs_queue.put_nowait(SimpleNamespace(outputs=[output]))
 
     def __getattr__(self, name: str) -> Any:
         async def call(*args: Any) -> Any:
@@ -77,6 +79,19 @@ def test_the_first_sample_comes_before_the_last_is_asked_for(core: Core) -> None
         assert (await anext(stream)).token_ids.tolist() == [5]
         assert core.asked.count("add") < 20
         assert len([sample async for sample in stream]) == 499
+
+    asyncio.run(run())
+
+
+def test_a_stream_hears_of_each_token_before_the_next_is_taken(core: Core) -> None:
+    """However many are waiting to be taken: they would keep a cancel from being heard."""
+
+    async def run() -> None:
+        engine, request = engine_of(), Request(0, (3,), (1,), Sampling(1.0, 9))
+        core.finish_reasons = [None] * 8 + ["length"]
+        async for event in engine.stream([request]):
+            if isinstance(event, Draft):
+                assert event.start + len(event.token_ids) == len(engine._flights["0"].ids)
 
     asyncio.run(run())
 

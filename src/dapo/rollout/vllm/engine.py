@@ -194,6 +194,7 @@ class VLLMEngine:
                 for output in outputs.outputs:
                     if (flight := self._flights.get(output.request_id)) is not None:
                         self._take(flight, output)
+                await asyncio.sleep(0)  # streams hear of these before the next are taken: a full queue is no wait
         except asyncio.CancelledError:
             self._broken = self._broken or EngineError("the engine was closed")
         except Exception as error:

@@ -22,7 +22,6 @@ from pydantic import ValidationError
 
 from dapo.errors import UserError, first_line
 from dapo.rollout.engine import EngineError
-from dapo.rollout.vllm import child
 from dapo.rollout.vllm.options import environment, own_folder
 
 _PATIENCE_S = 2.0  # some workers take five to say goodbye to nobody; they have nothing to lose
@@ -56,9 +55,10 @@ class Processes:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(_visible()[device.index :])
         with _starting, environment(variables), self._quiet():
             before = set(multiprocessing.active_children())
-            thread = ThreadPoolExecutor(1)  # this one may have an event loop, which vLLM would take for that of the run
+            # this thread may have an event loop, which vLLM would take for that of the run; the processes end with theirs
+            self._thread = ThreadPoolExecutor(1)
             try:
-                self.core = thread.submit(_core, dict(arguments)).result()
+                self.core = self._thread.submit(_core, dict(arguments)).result()
             except Exception as error:
                 faults = error.errors() if isinstance(error, ValidationError) else ()
                 named = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults)
@@ -68,15 +68,19 @@ class Processes:
                 self._children = [one for one in multiprocessing.active_children() if one not in before]
                 if self.core is None:
                     self.close()
-                thread.shutdown(wait=False)  # it ends with the processes
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
         """Inside, what this process and those that it starts say of vLLM goes to the log."""
         logger, executable = logging.getLogger("vllm"), spawn.get_executable()
         starter = self._log.with_name("python")
-        quoted = shlex.join([sys.executable, "-P", child.__file__, str(self._log)])
-        starter.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
+        python, log = shlex.quote(sys.executable), shlex.quote(str(self._log))
+        # in a session of its own: a Ctrl-C in the terminal is for the run, which ends it, and cannot be killed without it;
+        # but for the tracker, which removes what the others leave behind
+        starter.write_text(
+            f'#!/bin/sh\nexec >>{log} 2>&1\ncase "$*" in *resource_tracker*) exec setsid {python} "$@";; esac\n'
+            f'exec setsid setpriv --pdeathsig KILL {python} "$@"\n'
+        )
         starter.chmod(0o700)
         handler = logging.FileHandler(self._log)
         spawn.set_executable(str(starter))
@@ -110,6 +114,7 @@ class Processes:
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join(_PATIENCE_S)
+        self._thread.shutdown(wait=False)
         self._folder.cleanup()
 
 

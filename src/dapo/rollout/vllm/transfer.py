@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +20,13 @@ from typing import Any
 import torch
 from safetensors.torch import save, save_file
 
-from dapo.errors import ConfigError, UserError
+from dapo.errors import ConfigError
 from dapo.model.adapters import changing_parameters, has_adapter, save_adapter
 from dapo.rollout.engine import EngineError, NoMemoryError, check_given, check_known
 from dapo.rollout.vllm.options import own_folder
 from dapo.rollout.vllm.worker import Layout, process_group, unpacked
-from dapo.util.asynchronous import in_thread
-from dapo.util.files import writing
+from dapo.util.asynchronous import in_thread, until_done
+from dapo.util.files import size_text, writing
 
 _SHARED_MEMORY = "/dev/shm"
 _ALIGNED = 16  # bytes, for any type
@@ -95,7 +96,10 @@ class WeightTransfer:
         check_given(self._missing)
         elements = save({name: tensor.detach().cpu().contiguous() for name, tensor in fingerprint.items()})
         if has_adapter(self._model):
-            self.adapter = await in_thread(self._write, "adapter", self._save_adapter)
+            self.adapter = self._room_for("adapter", self._adapter_tensors)
+            self.adapter.mkdir(exist_ok=True)
+            with writing(self.adapter):
+                await in_thread(save_adapter, self._model, self.adapter, self._adapter_tensors)
             await self._tell("adapter", str(self.adapter), elements)
         else:
             await self._tell("commit", elements)
@@ -122,32 +126,29 @@ class WeightTransfer:
         await self._ways[self.kind](tensors, device)
 
     async def _files(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        def on_host() -> dict[str, torch.Tensor]:
+            return {name: t.to("cpu", self._wire(t), copy=True).contiguous() for name, t in tensors.items()}
+
+        there = await in_thread(on_host)
         self._sent += 1  # workers may still read the file before
-
-        def save(path: Path) -> None:
-            there = {name: t.to("cpu", self._wire(t), copy=True).contiguous() for name, t in tensors.items()}
-            save_file(there, path)
-
-        path = await in_thread(self._write, f"{self._sent}.safetensors", save)
+        path = self._room_for(f"{self._sent}.safetensors", there)
         try:
+            with writing(path):
+                await in_thread(save_file, there, path)
             await self._tell("take", "files", str(path))
         finally:
             path.unlink(missing_ok=True)
 
-    def _write(self, name: str, write: Callable[[Path], object]) -> Path:
+    def _room_for(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Path:
         """Where there is room. Raises NoMemoryError: nowhere."""
-        problems = []
+        size = 2**20 + sum(tensor.nbytes for tensor in tensors.values())
         for folder in self._folders:
-            path = Path(folder.name, name)
-            try:
-                with writing(path):
-                    write(path)
-                return path
-            except UserError as error:
-                problems.append(str(error))
-                if path.is_file():
-                    path.unlink()
-        raise NoMemoryError(f"weights: {'; '.join(problems)}; give TMPDIR a folder with room, or /dev/shm more of it")
+            if shutil.disk_usage(folder.name).free > size:
+                return Path(folder.name, name)
+        where = " and ".join(str(Path(folder.name).parent) for folder in self._folders)
+        raise NoMemoryError(
+            f"weights: no room for {size_text(size)} in {where}; give TMPDIR a folder with room, or /dev/shm more of it"
+        )
 
     async def _ipc(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         from torch.multiprocessing import reductions
@@ -187,7 +188,7 @@ class WeightTransfer:
             group, self._group = self._group, None  # to be made anew
             if hasattr(group, "abort"):
                 group.abort()
-            await asyncio.wait([work])
+            await until_done(work)
             raise
         await work
 
@@ -204,10 +205,6 @@ class WeightTransfer:
 
     def _wire(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
-
-    def _save_adapter(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        save_adapter(self._model, folder, self._adapter_tensors)
 
     async def _tell(self, step: str, *args: Any) -> list[Any]:
         """Have all workers do a step. Raises EngineError: one of them refused or failed."""

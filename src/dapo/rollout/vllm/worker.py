@@ -1,10 +1,9 @@
 """In vLLM's workers: new weights are received, put in place, and looked for there.
 
 Consumes what :class:`~dapo.rollout.vllm.transfer.WeightTransfer` sends. Three things are asked of every update: that
-each tensor arrived as it was sent, that vLLM's model took it, and that the model computes with it. For the last, some
-columns of each matrix are read back from where vLLM has it (its own part of a fused or split one; on a CPU through the
-multiplication, as vLLM keeps no plain matrix there). Where that place is not known, as with fused experts, it is only
-asked that something changed.
+each tensor arrived as it was sent, that each module of vLLM's model got some, and that the model computes with them. For
+the last, some columns of each matrix are read back from where vLLM has it (its own part of a fused or split one; on a CPU
+through the multiplication, as vLLM keeps no plain matrix there), unless that place is not known, as with fused experts.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, load_file
@@ -57,16 +55,14 @@ class Receiver:
         return {"found": found}
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor is in vLLM's model: in rows ``at`` to ``at + height`` of ``module``'s, which are those from
-    ``first`` on of what is sent, and of those the columns from ``left`` on, ``width`` of them (0: it has none)."""
+class _Place(NamedTuple):
+    """Where a tensor is in vLLM's model: in these ``rows`` of ``module``'s, which are the rows ``sent`` of what is sent,
+    and of those the columns from ``left`` on, ``width`` of them."""
 
     module: Any
     attribute: str
-    at: int
-    first: int
-    height: int
+    rows: slice
+    sent: slice
     left: int
     width: int
 
@@ -74,45 +70,36 @@ class _Place:
         """Those that are looked at, as numbers among the module's own."""
         return [(i * self.width // _COLUMNS + 7 * version) % self.width for i in range(_COLUMNS)]
 
-    def sample(self, sent: torch.Tensor, version: int) -> torch.Tensor:
-        """The part of ``sent`` that is to be found in place."""
-        rows = sent[self.first : self.first + self.height]
-        return rows[:, [self.left + column for column in self.columns(version)]] if self.width else rows.clone()
+    def sample(self, tensor: torch.Tensor, version: int) -> torch.Tensor:
+        """The part of ``tensor`` that is to be found in place."""
+        return _flat(tensor)[self.sent][:, [self.left + column for column in self.columns(version)]]
 
     def read(self, module: Any, version: int) -> Iterator[torch.Tensor]:
         """The same from ``module``, for each way in which that uses it."""
-        plain, rows = getattr(module, self.attribute), slice(self.at, self.at + self.height)
-        if not self.width:
-            yield plain[rows]
-            return
-        columns = self.columns(version)
-        if plain.dim() == 2:
-            yield plain[rows][:, columns]
-        if plain.device.type == "cpu" and hasattr(module, "quant_method"):  # vLLM multiplies by a packed copy there
+        plain, columns = getattr(module, self.attribute), self.columns(version)
+        if plain.dim() == 1 + (self.width > 1):
+            yield _flat(plain)[self.rows][:, columns]
+        if self.attribute == "weight" and plain.device.type == "cpu" and hasattr(module, "quant_method"):
+            # vLLM multiplies by a packed copy there
             one_hot = torch.nn.functional.one_hot(torch.tensor(columns), self.width).to(plain.dtype)
-            yield module.quant_method.apply(module, one_hot, None).T[rows]
+            yield module.quant_method.apply(module, one_hot, None).T[self.rows]
 
 
 class Incoming:
     """New weights of one worker."""
 
     def __init__(self, worker: Any) -> None:
-        from vllm.model_executor.model_loader import reload
+        from vllm.model_executor.model_loader.reload import layerwise
 
-        self._worker, self._reload = worker, reload
+        self._worker, self._reload = worker, layerwise
         self._group: Any = None
         self._model = worker.model_runner.get_model()
         self._modules = dict(self._model.named_modules())
-        self._parameters = {name for name, _ in self._model.named_parameters()}
         self._gpt2 = worker.model_config.hf_config.model_type == "gpt2"
         self._tied = _tied(self._modules.values())
         self._open, self._version = False, -1
         self._arrived: dict[str, torch.Tensor] = {}  # some elements of each
-        self._before: dict[str, torch.Tensor] = {}  # the same of the last whole update
-        self._places: dict[str, _Place | None] = {}
-        self._samples: dict[str, torch.Tensor] = {}
-        self._taken: set[str] | None = None  # parameters of vLLM's; None: this model does not say
-        self._elsewhere: dict[str, torch.Tensor] = {}
+        self._samples: dict[str, tuple[_Place, torch.Tensor]] = {}
         self._ways: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
             "files": partial(load_file, device=str(worker.device)),
             "ipc": self._from_handle,
@@ -129,11 +116,9 @@ class Incoming:
 
     def begin(self, version: int) -> None:
         """All are to come. Until :meth:`commit` nothing may be computed: the model has none meanwhile."""
-        self._version, self._taken = version, set()
-        self._arrived, self._samples = {}, {}
+        self._version, self._arrived, self._samples = version, {}, {}
         if self._open:  # what an update that failed has left
             self._reload.finalize_layerwise_reload(self._model, self._worker.model_config)
-        self._elsewhere = self._without_place()
         self._reload.initialize_layerwise_reload(self._model)
         self._open = True
 
@@ -151,37 +136,43 @@ class Incoming:
             self._arrived[name] = elements
             if self._gpt2 and tensor.dim() == 2 and name.split(".")[-2] in ("c_attn", "c_proj", "c_fc"):
                 tensor = tensor.T  # as vLLM has it
-            if name not in self._places:
-                self._places[name] = self._place(name, tensor)
-            if (place := self._places[name]) is not None:
-                self._samples[name] = place.sample(tensor, self._version)
+            if (place := self._place(name, tensor)) is not None:
+                self._samples[name] = place, place.sample(tensor, self._version)
         try:
-            taken = self._model.load_weights(iter(fresh.items()))
+            self._model.load_weights(iter(fresh.items()))
         except Exception as error:  # each model raises its own
             text = f"vLLM's {type(self._model).__name__} does not take {' or '.join(list(fresh)[:3])}"
             raise EngineError(f"weights: {text}: {type(error).__name__}: {error}") from error
-        self._taken = None if taken is None or self._taken is None else self._taken | taken
 
     def commit(self, fingerprint: bytes) -> None:
         """All have come, and are in use when this returns.
         Raises EngineError: some are not what was sent, or not in use."""
         check_arrived(load(fingerprint), self._arrived)
+        followers = [module for modules in self._tied.values() for module in modules]
+        empty = [path for path, module in self._modules.items() if module not in followers and self._got_none(module)]
+        if empty and self._worker.model_config.quantization is None:
+            raise EngineError(
+                f"weights: {len(empty)} of {len(self._modules)} modules of vLLM's model got none of what arrived, such "
+                f"as {empty[0]}"
+            )
         self._reload.finalize_layerwise_reload(self._model, self._worker.model_config)
         self._open = False
-        for module in (module for modules in self._tied.values() for module in modules):
+        for module in followers:
             if hasattr(module, "quant_method"):  # on a CPU it has a copy, which vLLM leaves as it was
                 module.quant_method.process_weights_after_loading(module)
-        nothing = self._parameters - (self._parameters if self._taken is None else self._taken)
-        if nothing and self._worker.model_config.quantization is None:
-            raise EngineError(f"weights: {len(nothing)} parameters of vLLM's got none, such as {min(nothing)}")
         self._check_in_place()
-        self._before, self._samples = self._arrived, {}
+        self._samples = {}
+
+    def _got_none(self, module: Any) -> bool:
+        """Whether it has parameters, and waits for all of them. vLLM counts what it copies."""
+        info = self._reload.get_layerwise_info(module)
+        return any(p is not None and p.numel() for p in module._parameters.values()) and (
+            info.can_load() and not info.load_numel
+        )
 
     def _check_in_place(self) -> None:
         same: dict[str, bool] = {}
-        for name, sample in self._samples.items():
-            place = self._places[name]
-            assert place is not None
+        for name, (place, sample) in self._samples.items():
             for module in (place.module, *self._tied.get(place.module, ())):
                 where = name if module is place.module else f"the output head tied to {name}"
                 for have in place.read(module, self._version):
@@ -195,50 +186,27 @@ class Incoming:
                 f"weights: {len(lost)} of {len(same)} parameters, such as {lost[0]}, arrived but did not reach vLLM's "
                 "model, which computes with other values"
             )
-        if not self._before and self._worker.vllm_config.load_config.load_format != "dummy":
-            return  # it may have been loaded with the same
-        before, now = self._before, self._without_place()
-        new = [
-            name
-            for name, elements in self._arrived.items()
-            if name not in self._samples and (name not in before or not torch.equal(before[name], elements))
-        ]
-        if new and now and all(torch.equal(elements, self._elsewhere[name]) for name, elements in now.items()):
-            text = f"{len(new)} parameters, such as {new[0]}, arrived but nothing changed in vLLM's model"
-            raise EngineError(f"weights: {text}")
-
-    def _without_place(self) -> dict[str, torch.Tensor]:
-        """Some elements of the parameters of modules where no tensor has its known place."""
-        known = {place.module for place in self._places.values() if place is not None}
-        return {
-            f"{path}.{name}": some_elements(parameter.data)
-            for path, module in self._modules.items()
-            for name, parameter in module._parameters.items()
-            if module not in known and parameter is not None and parameter.numel()
-        }
 
     def _place(self, name: str, tensor: torch.Tensor) -> _Place | None:
         path, _, attribute = name.rpartition(".")
-        found = _find(path, self._modules, getattr(self._model, "packed_modules_mapping", {}))
-        if (
-            found is None
-            or tensor.dim() not in (1, 2)
-            or not isinstance(getattr(found[0], attribute, None), torch.Tensor)
-        ):
+        module, part = _find(path, self._modules, getattr(self._model, "packed_modules_mapping", {})) or (None, 0)
+        if tensor.dim() not in (1, 2) or not isinstance(getattr(module, attribute, None), torch.Tensor):
             return None
-        (module, part), shape = found, tensor.shape
         rank, ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+        rows, columns = _flat(tensor).shape
+        at, first, height, width = 0, 0, rows, columns
         if (parts := getattr(module, "output_partition_sizes", None)) is not None:
             at, height = sum(parts[:part]), parts[part]
-            first = _shard(shape[0], height, rank, ranks)
+            first = _shard(rows, height, rank, ranks)
         elif (indices := getattr(module, "shard_indices", None)) is not None:
-            at, first = 0, indices.org_vocab_start_index
+            first = indices.org_vocab_start_index
             height = indices.org_vocab_end_index - first
-        else:
-            at, first, height = 0, 0, shape[0]
-        width = getattr(module, "input_size_per_partition", shape[1]) if tensor.dim() == 2 else 0
-        left = _shard(shape[1], width, rank, ranks) if width else 0
-        return None if first is None or left is None else _Place(module, attribute, at, first, height, left, width)
+        if tensor.dim() == 2:
+            width = getattr(module, "input_size_per_partition", columns)
+        left = _shard(columns, width, rank, ranks)
+        if first is None or left is None:
+            return None
+        return _Place(module, attribute, slice(at, at + height), slice(first, first + height), left, width)
 
     # -- the adapter -----------------------------------------------------------------------------------------------
 
@@ -323,6 +291,11 @@ def unpacked(buffer: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
         size = math.prod(shape) * kind.itemsize
         found[name] = buffer[offset : offset + size].view(kind).view(tuple(shape))
     return found
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """As a matrix; one of one dimension is a column."""
+    return tensor.reshape(len(tensor), -1)
 
 
 def _find(path: str, modules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> tuple[Any, int] | None:
