@@ -39,8 +39,8 @@ def in_worker(config: Config, bundle: Bundle) -> Config:
 
 def quiet() -> None:
     """Keep Ray's own words out of the console; its logs have them."""
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
-        os.environ.setdefault(name, "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # who has no GPU sees none
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray._private.worker.print_to_stdstream = lambda *_, **__: None  # what no setting turns off
 

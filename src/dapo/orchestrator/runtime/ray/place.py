@@ -47,7 +47,7 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
     learners, engines = cluster.of("learner"), cluster.of("engine")
     workers = await asyncio.gather(*(cluster.actor(Worker, bundle) for bundle in learners))
     for number, (worker, bundle) in enumerate(zip(workers, learners, strict=True)):
-        await worker.call("make_rank", number, len(workers), bundle.device)
+        await worker.call("make_rank", number, len(workers), "cuda:0" if bundle.gpus else "cpu")
     packer = Packer()
     learner = RankedLearner([Rank(worker, packer) for worker in workers], kl)
     adapted = find_adapter(config.model.path) is not None
