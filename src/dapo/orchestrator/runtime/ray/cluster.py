@@ -98,12 +98,13 @@ class Cluster:
     def _init(self) -> None:
         address = self._config.runtime.address
         quiet()
-        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
+        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if address is None:
             asked = sum(bundle.cpus for bundle in bundles(self._config, False))
-            options["num_cpus"] = max(os.cpu_count() or 1, math.ceil(asked))  # they share what there is
+            # they share what there is
+            options |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(asked)), "include_dashboard": False}
         try:
-            ray.init(address=address or "local", **({} if address else options))
+            ray.init(address=address or "local", **options)
         except Exception as error:
             what = f"no Ray cluster at {address}" if address else "Ray could not be started"
             raise ConfigError(f"runtime.address: {what}: {str(error).strip().splitlines()[0]}") from None
