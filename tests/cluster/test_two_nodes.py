@@ -53,14 +53,14 @@ def test_a_node_that_goes_away_takes_no_sample_with_it(nodes: Any, tiny: Path, t
 def test_the_curve_on_two_nodes_is_that_of_one_process(nodes: Any, tiny: Path, tmp_path: Path, seed: int) -> None:
     """Two ranks of the learner and two engines, some on each node."""
     nodes.add_node(num_cpus=2)
-    changes = {"seed": seed, "training.steps": 60}
+    changes = {"seed": seed, "training.steps": 15, "algorithm.filter_groups.on_starved": "train"}
     ranks = {"runtime.learner.workers": 2, "runtime.address": nodes.address}
     for folder in ("one", "again"):
         train(tmp_path / folder, tiny, changes | TWO | ranks)
     train(tmp_path / "alone", tiny, changes)
     one, again, alone = (cases.steps_of(tmp_path / name) for name in ("one", "again", "alone"))
     assert [*map(cases.without_times, one)] == [*map(cases.without_times, again)]
-    assert_same(one[:10], alone[:10])  # later, what is rounded otherwise has grown
-    rewards = [sum(step["reward/mean"] for step in steps[-20:]) / 20 for steps in (one, alone)]
+    assert_same(one[:5], alone[:5])  # later, what is rounded otherwise has grown
+    rewards = [sum(step["reward/mean"] for step in steps[-5:]) / 5 for steps in (one, alone)]
     assert rewards[0] == pytest.approx(rewards[1], abs=0.15)
     assert ray_cases.workers() == []

@@ -19,6 +19,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dapo.checks.cluster import require_answer
 from dapo.config import Config
 from dapo.config.placement import Bundle, bundles, shortages
 from dapo.errors import ConfigError
@@ -104,6 +105,8 @@ class Cluster:
             # they share what there is
             options |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(asked)), "include_dashboard": False}
         try:
+            if address:
+                require_answer(address)
             ray.init(address=address or "local", **options)
         except Exception as error:
             what = f"no Ray cluster at {address}" if address else "Ray could not be started"
