@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from dapo.algorithm.kl import AdaptiveKL
 from dapo.config.placement import Bundle, shards
@@ -57,7 +58,8 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
     async def another(number: int) -> Remote:
         return await engine_in(await cluster.actor(Worker, engines[number]), engines[number])
 
-    (learner, workers), *found = await asyncio.gather(_learner(setup, kl, cluster), *map(another, range(len(engines))))
+    made: list[Any] = await asyncio.gather(_learner(setup, kl, cluster), *map(another, range(len(engines))))
+    (learner, workers), found = made[0], made[1:]
     sync, in_turn = RaySync(), config.runtime.deterministic
     if engines:
         fleet = Fleet(found, another, tell, partial(sync.give, learner), in_turn, cluster.leave)
