@@ -21,6 +21,7 @@ import own_methods
 from dapo.checks import memory, model, rewards, sampling, settings
 from dapo.checks import rows as prompt_rows
 from dapo.checks.checklist import Entry, brief, entries, run_check, run_checks
+from dapo.checks.cluster import check_cluster
 from dapo.checks.context import CheckContext, Finding, NotAtHand, exit_code
 from dapo.commands import app
 from dapo.commands.demo.task import make_tokenizer
@@ -679,3 +680,18 @@ def test_what_no_model_wrote_is_scored_as_a_whole_response_to_a_prompt_that_open
     asyncio.run(rewards.scores(cast(Any, Asked()), [(prompt, "2")]))
     asyncio.run(rewards.scores(cast(Any, Asked()), [(prompt, "2")], ["length"]))
     assert seen == [("", "2", "stop"), ("<think>", "2", "length")]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "status", "found"),
+    [
+        ({}, "pass", "this machine: 1 node with .* CPUs and .* GPUs, for 1 learner worker"),
+        ({"learner": {"workers": 4000}}, "warn", "4000 CPUs are asked for, and this machine has"),
+        ({"learner": {"memory_gib": 1e6}}, "fail", r"this machine: 1e\+06 GiB are asked for \(1e\+06 for learner\)"),
+        ({"address": "127.0.0.1:1"}, "fail", "the Ray cluster at 127.0.0.1:1 does not answer"),
+    ],
+)
+def test_what_a_recipe_asks_of_a_cluster_is_held_against_it(runtime, status, found):
+    context = CheckContext(build_config({"model": {"path": "m"}, "runtime": {"kind": "ray", **runtime}}))
+    finding = next(iter(check_cluster(context)))
+    assert finding.status == status and re.match(found, finding.found)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from collections.abc import Iterator
 
 from dapo.checks.context import CheckContext, Finding
 from dapo.config.placement import Bundle, bundles, shortages, told_of
 from dapo.errors import extra, first_line
+
+CONNECT_SECONDS = 10.0
 
 
 def check_cluster(context: CheckContext) -> Iterator[Finding]:
@@ -23,6 +26,7 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
     else:
         here = f"the Ray cluster at {address}"
         try:
+            require_answer(address)
             ray.init(address=address, log_to_driver=False, configure_logging=False)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         except Exception as error:
@@ -45,6 +49,13 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
         yield Finding("machine", "cluster", "fail", f"{here}: {what}", fix)
     if not short:
         yield Finding("machine", "cluster", "pass", f"{here}: {told_of(nodes)}, for {_told(wanted)}")
+
+
+def require_answer(address: str) -> None:
+    """Ray itself would try for minutes. Raises OSError: nothing answers at HOST:PORT."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
 
 
 def _this_machine() -> dict[str, float]:

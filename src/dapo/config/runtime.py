@@ -38,8 +38,9 @@ class RuntimeConfig(Section):
     kind: Literal["local", "ray"] = "local"
     """Placement: one process; or the workers of learner, engine and reward in processes of their own, on this machine
     or a cluster (`ray`, needs `dapo-rl[ray]`)."""
-    address: str | None = None
-    """Of a Ray cluster, such as `auto` on one of its nodes. null: one that is started on this machine, for the run."""
+    address: str | None = Field(None, pattern=r"^(auto|[^:/\s]+:\d+)$")
+    """Of a Ray cluster: `auto` on one of its nodes, or HOST:PORT. null: one that is started on this machine, for the
+    run."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """Each learner worker has an engine in its process, and they take turns; or learner and engines are apart."""
     learner: LearnerRole = LearnerRole()
