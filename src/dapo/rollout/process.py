@@ -110,12 +110,14 @@ class EngineProcess:
         """Have engine ``name`` take some weights, through memory that both processes see."""
         async with self._putting:
             layout = await in_thread(self._shared, bucket)
-            work = asyncio.ensure_future(anext(self.asked(name, "put", layout)))
-            try:
-                await asyncio.shield(work)
-            finally:
-                await until_done(work)  # it reads from there
-                self._memory.truncate(0)
+            work = asyncio.ensure_future(self._put(name, layout))
+            await until_done(work)  # whoever asks may go, but the engine reads from there
+            self._memory.truncate(0)
+            work.result()
+
+    async def _put(self, name: str, layout: Layout) -> None:
+        async for _ in self.asked(name, "put", layout):
+            pass
 
     def _shared(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> Layout:
         layout, size = [], 0
