@@ -17,9 +17,12 @@ from typer.testing import CliRunner
 
 import dapo
 from command_cases import save_model, write_rows
+from dapo.checks.checklist import Entry, run_check
+from dapo.checks.context import CheckContext
+from dapo.checks.model import check_server
 from dapo.commands import app
 from dapo.commands.demo.run import run_demo
-from dapo.config import load_config
+from dapo.config import build_config, load_config, nested
 from dapo.config.plan import recipe_path
 from dapo.observe.progress import QuietListener
 from dapo.observe.run_folder import RunFolder
@@ -67,6 +70,22 @@ def test_a_model_behind_a_server_is_evaluated_without_its_weights(tmp_path: Path
         told[name] = [(one["response"], one["correct"]) for one in found.samples]
         assert found.report["server"] == more.get("server")
     assert len(told["there"]) == 12 and told["there"] == told["here"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "said"),
+    [
+        ({}, "pass", "all that training needs"),
+        ({"rollout.url": "http://127.0.0.1:1"}, "fail", "policy server http://127.0.0.1:1"),
+        ({"data.max_prompt_length": 300}, "fail", "takes 20 tokens"),
+    ],
+)
+def test_the_doctor_asks_the_server(server: ServeProcess, changes: dict[str, Any], status: str, said: str) -> None:
+    lengths = {"rollout.max_response_length": 12, "data.max_prompt_length": 8}
+    settings = through(server) | lengths | {"algorithm.overlong_buffer.enable": False} | changes
+    context = CheckContext(build_config(nested({"model.path": "tiny", "data.train": ["rows.jsonl"]} | settings)))
+    [found], _ = run_check(context, Entry("server", "machine", check_server))
+    assert (found.area, found.status) == ("machine", status) and said in found.found, found
 
 
 def test_the_command_samples_on_a_server_too(tmp_path: Path, server: ServeProcess) -> None:

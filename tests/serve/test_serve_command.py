@@ -74,7 +74,8 @@ def begun(client: httpx.Client, **body: Any) -> tuple[threading.Thread, list[Any
 def test_it_ends_in_time_however_much_is_under_way(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "tiny")
     with serving(folder, "--drain-s", "1", "--max-waiting", "40000") as server, asking(server) as client:
-        running = [begun(client, n=10_000) for _ in range(4)]
+        running = [begun(client, n=9_000) for _ in range(4)]
+        whole, told = begun(client, n=1_000, stream=False)
         time.sleep(0.5)
         started = time.monotonic()
         assert server.stop()[0] == 0
@@ -82,6 +83,8 @@ def test_it_ends_in_time_however_much_is_under_way(tmp_path: Path) -> None:
         for thread, found in running:
             thread.join(10)
             assert b"[DONE]" not in str(found).encode(), found
+        whole.join(10)
+        assert told[0] == 503 and b"the engine was closed" in told[1]
 
 
 def test_an_update_that_is_under_way_is_finished_and_what_waits_for_it_too(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def entries() -> list[Entry]:
         Entry("chat", "model", model.check_chat, at_start=True),
         Entry("bos", "model", model.check_bos, at_start=True),
         Entry("context", "model", model.check_context),
+        Entry("server", "machine", model.check_server),
         Entry("disk", "machine", settings.check_disk, at_start=True),
         Entry("memory", "machine", memory.check_memory, at_start=True),
         Entry("snapshot", "machine", memory.check_snapshot, at_start=True),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from dapo.checks.context import CheckContext, Finding, area_of, on_this_machine
-from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config
+from dapo.checks.start import check_lengths, check_vocabulary, longest_sequence, notice_generation_config
+from dapo.config.reading import with_values
 from dapo.data.template import PromptTemplate
-from dapo.errors import ConfigError, DataError, ModelError, UserError, first_line
+from dapo.errors import ConfigError, DataError, ModelError, UserError, extra, first_line
 from dapo.model import loading
 from dapo.model.adapters import adapter_parameters, find_adapter
 from dapo.model.hub import hub_answers, is_name
@@ -125,6 +127,25 @@ def check_engine(context: CheckContext) -> Iterator[Finding]:
     }
     yours = f"{engine}: yours, what it covers is not known; {native}"
     yield Finding("model", "engine", "pass", said.get(engine, yours))
+
+
+def check_server(context: CheckContext) -> Iterator[Finding]:
+    """Whether a run can train through the server at ``rollout.url``, which is asked for one token."""
+    if context.config.rollout.engine != "openai":
+        return
+    with extra("remote", "rollout.engine=openai"):
+        from dapo.rollout.openai import OpenAIEngine
+    config = with_values(context.config, {"rollout.give_up_after_s": 1.0})  # the default waits for one that starts
+
+    async def ask() -> None:
+        engine = OpenAIEngine(config, None)
+        try:
+            await engine.start([0], longest_sequence(config, context.heldout))
+        finally:
+            await engine.close()
+
+    asyncio.run(ask())
+    yield Finding("machine", "server", "pass", "the policy server answers with all that training needs")
 
 
 def _by_vllm(model_config: Any) -> str:

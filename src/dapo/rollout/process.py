@@ -12,10 +12,11 @@ import gc
 import itertools
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,13 @@ from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.rollout.native.checks import check_request
 from dapo.rollout.vllm.worker import Layout, unpacked
 from dapo.util.asynchronous import in_thread, until_done
+from dapo.util.shutdown import stop_signals
 
 if TYPE_CHECKING:
-    from dapo.observe.progress import Listener
     from dapo.rollout.native.engine import NativeEngine
 
-Load = Callable[["Listener"], "tuple[Mapping[str, NativeEngine], Any]"]
-"""Makes engines, by name, and says something of them."""
+Load = Callable[[Any], "tuple[Mapping[str, NativeEngine], Any]"]
+"""Makes engines, by name, and says something of them; tells a listener how far it is."""
 
 _START = "import sys; sys.path[:] = sys.argv[3:]; from dapo.rollout.process import main; main(*map(int, sys.argv[1:3]))"
 _STREAMS = ("generate", "stream")
@@ -65,7 +66,7 @@ class EngineProcess:
         self._putting = asyncio.Lock()
         self._writer: asyncio.StreamWriter
 
-    def loaded(self, listener: Listener) -> tuple[dict[str, dict[str, tuple[int, ...]]], Any]:
+    def loaded(self, listener: Any) -> tuple[dict[str, dict[str, tuple[int, ...]]], Any]:
         """Wait for ``load``, of which ``listener`` is told. Returns the shapes of the weights of each engine, and what
         it says of them. Raises what it raises; ProcessError: the process has ended."""
         while True:
@@ -109,12 +110,14 @@ class EngineProcess:
         """Have engine ``name`` take some weights, through memory that both processes see."""
         async with self._putting:
             layout = await in_thread(self._shared, bucket)
-            work = asyncio.ensure_future(anext(self.asked(name, "put", layout)))
-            try:
-                await asyncio.shield(work)
-            finally:
-                await until_done(work)  # it reads from there
-                self._memory.truncate(0)
+            work = asyncio.ensure_future(self._put(name, layout))
+            await until_done(work)  # whoever asks may go, but the engine reads from there
+            self._memory.truncate(0)
+            work.result()
+
+    async def _put(self, name: str, layout: Layout) -> None:
+        async for _ in self.asked(name, "put", layout):
+            pass
 
     def _shared(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> Layout:
         layout, size = [], 0
@@ -160,6 +163,14 @@ class EngineProcess:
         self._process.wait()
 
 
+def _asks(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    async def ask(self: ProcessEngine, *args: Any) -> Any:
+        [(found, self.version)] = [answer async for answer in self._process.asked(self._name, method, *args)]
+        return found
+
+    return ask
+
+
 class ProcessEngine:
     """One of the engines in a process."""
 
@@ -183,35 +194,13 @@ class ProcessEngine:
     def stream(self, requests: Sequence[Request]) -> AsyncIterator[Sample | Draft]:
         return self._process.asked(self._name, "stream", requests)
 
-    async def _ask(self, method: str, *args: Any) -> Any:
-        [(found, self.version)] = [answer async for answer in self._process.asked(self._name, method, *args)]
-        return found
-
-    async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
-        found: list[Draft] = await self._ask("cancel", request_ids)
-        return found
-
-    async def pause(self) -> None:
-        await self._ask("pause")
-
-    async def resume(self) -> None:
-        await self._ask("resume")
-
-    async def begin(self, version: int) -> None:
-        await self._ask("begin", version)
+    cancel, pause, resume, begin, commit, sleep, wake = map(
+        _asks, ("cancel", "pause", "resume", "begin", "commit", "sleep", "wake")
+    )
 
     async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         if bucket:
             await self._process.put(self._name, bucket)
-
-    async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
-        await self._ask("commit", fingerprint)
-
-    async def sleep(self) -> None:
-        await self._ask("sleep")
-
-    async def wake(self) -> None:
-        await self._ask("wake")
 
     async def close(self) -> None:
         """End the process, with the other engines in it."""
@@ -251,6 +240,8 @@ class _Telling:
 
 def main(line: int, memory: int) -> None:
     """Load engines, and do what is asked of them until nobody is there to ask."""
+    for number in stop_signals():  # which schedulers send to all processes: what runs is finished first
+        signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(1e-4)  # each launch lets the interpreter go, and has to wait for it where the loop is at work
     with socket.socket(fileno=line) as ours, suppress(ConnectionError):
         try:

@@ -165,10 +165,8 @@ async def _events(
     try:
         async with aclosing(parts):
             while first is not None:
-                told = [
-                    reply.chunk(*first),
-                    reply.last_chunk(),
-                ]  # the end in one piece: each costs a call of the system
+                told = [reply.chunk(*first), reply.last_chunk()]
+                # the end comes in one piece, as each takes a call of the system
                 event = "".join(_event(chunk) for chunk in told if chunk) + "data: [DONE]\n\n" * reply.ended
                 if event:
                     yield event
