@@ -53,15 +53,10 @@ class VLLMEngine:
         loaded: bool = False,
         adapter: Path | None = None,
     ) -> None:
-        """Starts vLLM and waits for it.
+        """Starts vLLM and waits for it. What is not named here is as for the native engine.
 
         Args:
             model: whose weights are to be handed over, or those of its adapter if it has one; on the meta device, too.
-            stop_token_ids: each ends a response and belongs to it.
-            max_sequence_tokens: longest prompt and response together.
-            max_concurrent_samples: decoded at once.
-            spare_bytes: of a GPU, to leave to others where ``rollout.cache_gib`` is null.
-            decode: text of token ids, which requests with stop texts need.
             loaded: whether vLLM loads the weights from ``model.path``, as version 0; otherwise there are none at first.
             adapter: with ``loaded``, the folder of the adapter that is on ``model``.
 
@@ -213,21 +208,19 @@ class VLLMEngine:
         if end is None:
             flight.tell()
             return
-        del self._flights[flight.name]
-        flight.deliver(end)
         if output.finish_reason is None:
-            self._abort([flight])
-
-    def _abort(self, flights: Sequence[Flight]) -> None:
-        """Have vLLM forget them, without waiting for it."""
-        task = asyncio.ensure_future(self._core.abort_requests_async([flight.name for flight in flights]))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._forget([flight])
+        else:
+            del self._flights[flight.name]
+        flight.deliver(end)
 
     def _forget(self, flights: Sequence[Flight]) -> None:
+        """Have vLLM forget them, too, without waiting for it."""
         for flight in flights:
             del self._flights[flight.name]
         if flights and not self._broken:
-            self._abort(flights)
+            task = asyncio.ensure_future(self._core.abort_requests_async([flight.name for flight in flights]))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
         await self._settled()
@@ -255,10 +248,9 @@ class VLLMEngine:
         await self._settled()
 
     async def _release(self, why: str) -> None:
-        if why in self._holds:
-            self._holds.remove(why)
-            if not self._holds:
-                await self._ask("resume_scheduler_async")
+        if self._holds == {why}:
+            await self._ask("resume_scheduler_async")
+        self._holds.discard(why)
 
     async def _settled(self) -> None:
         """All that has come from vLLM so far has been taken."""
@@ -319,10 +311,9 @@ class VLLMEngine:
 
     # -- the processes -------------------------------------------------------------------------------------------------
 
-    async def _rpc(self, method: str, args: Sequence[Any]) -> list[Any]:
-        """What ``method`` of each worker returns."""
-        found: list[Any] = await self._ask("collective_rpc_async", method, None, tuple(args), None)
-        return found
+    async def _rpc(self, method: str, args: Sequence[Any]) -> Any:
+        """What ``method`` of each worker returns, as a list."""
+        return await self._ask("collective_rpc_async", method, None, tuple(args), None)
 
     async def _ask(self, method: str, *args: Any) -> Any:
         """Raises EngineError: vLLM failed at it, or has ended."""

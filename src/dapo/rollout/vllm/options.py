@@ -125,14 +125,8 @@ def _named(model: Any) -> Any:
 def engine_arguments(
     config: Config, model: Any, folder: str, loaded: bool, longest: int, samples: int, spare_bytes: int
 ) -> dict[str, Any]:
-    """vLLM's arguments for a run.
-
-    Args:
-        model: with an adapter, that is handed over; otherwise all weights are.
-        folder: of the model's config, and of its weights if they are to be loaded. An adapter's base always is.
-        longest: prompt and response together, in tokens.
-        samples: decoded at once.
-        spare_bytes: of a GPU, to leave to the trainer.
+    """vLLM's arguments for a run, from those of :class:`~dapo.rollout.vllm.engine.VLLMEngine`. ``folder``: of the
+    model's config, and of its weights if they are to be loaded; an adapter's base always is.
 
     Raises:
         ConfigError: vLLM is missing or too old, or ``rollout.engine_args`` names what is set here or is not known.

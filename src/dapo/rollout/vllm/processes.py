@@ -55,7 +55,7 @@ class Processes:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(_visible()[device.index :])
         with _starting, environment(variables), self._quiet():
             before = set(multiprocessing.active_children())
-            # this thread may have an event loop, which vLLM would take for that of the run; the processes end with theirs
+            # this one may have an event loop, which vLLM would take for its own; the processes end with their thread
             self._thread = ThreadPoolExecutor(1)
             try:
                 self.core = self._thread.submit(_core, dict(arguments)).result()
@@ -75,8 +75,8 @@ class Processes:
         logger, executable = logging.getLogger("vllm"), spawn.get_executable()
         starter = self._log.with_name("python")
         python, log = shlex.quote(sys.executable), shlex.quote(str(self._log))
-        # in a session of its own: a Ctrl-C in the terminal is for the run, which ends it, and cannot be killed without it;
-        # but for the tracker, which removes what the others leave behind
+        # in a session of its own, as a Ctrl-C in the terminal is for the run; ended by the kernel with the thread that
+        # started it, but for the tracker, which removes what others leave behind
         starter.write_text(
             f'#!/bin/sh\nexec >>{log} 2>&1\ncase "$*" in *resource_tracker*) exec setsid {python} "$@";; esac\n'
             f'exec setsid setpriv --pdeathsig KILL {python} "$@"\n'

@@ -1,9 +1,10 @@
 """In vLLM's workers: new weights are received, put in place, and looked for there.
 
 Consumes what :class:`~dapo.rollout.vllm.transfer.WeightTransfer` sends. Three things are asked of every update: that
-each tensor arrived as it was sent, that each module of vLLM's model got some, and that the model computes with them. For
-the last, some columns of each matrix are read back from where vLLM has it (its own part of a fused or split one; on a CPU
-through the multiplication, as vLLM keeps no plain matrix there), unless that place is not known, as with fused experts.
+each tensor arrived as it was sent, that each module of vLLM's model got some, and that the model computes with them.
+For the last, some columns of each matrix are read back from where vLLM has it (its own part of a fused or split one; on
+a CPU through the multiplication, as vLLM keeps no plain matrix there), unless that place is not known, as with fused
+experts.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Receiver:
 
 
 class _Place(NamedTuple):
-    """Where a tensor is in vLLM's model: in these ``rows`` of ``module``'s, which are the rows ``sent`` of what is sent,
+    """Where a tensor is in vLLM's model: in these ``rows`` of ``module``'s, which are the rows ``sent`` of what is sent
     and of those the columns from ``left`` on, ``width`` of them."""
 
     module: Any
@@ -194,13 +195,13 @@ class Incoming:
             return None
         rank, ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
         rows, columns = _flat(tensor).shape
-        at, first, height, width = 0, 0, rows, columns
+        at, height, width = 0, rows, columns
+        first: int | None = 0
         if (parts := getattr(module, "output_partition_sizes", None)) is not None:
             at, height = sum(parts[:part]), parts[part]
             first = _shard(rows, height, rank, ranks)
         elif (indices := getattr(module, "shard_indices", None)) is not None:
-            first = indices.org_vocab_start_index
-            height = indices.org_vocab_end_index - first
+            first, height = indices.org_vocab_start_index, indices.org_vocab_end_index - indices.org_vocab_start_index
         if tensor.dim() == 2:
             width = getattr(module, "input_size_per_partition", columns)
         left = _shard(columns, width, rank, ranks)
