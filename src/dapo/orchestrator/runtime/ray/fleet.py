@@ -93,10 +93,11 @@ class Fleet:
         give: Callable[[Remote], Awaitable[int | None]] | None = None,
         in_turn: bool = False,
         closed: Callable[[], Awaitable[None]] | None = None,
+        version: int = 0,
     ) -> None:
         """
         Args:
-            engines: each with the weights of version 0.
+            engines: all of version ``version``.
             make: an engine in the place of that of a number; None: none can be made, and the first one to die ends all.
             tell: hears of those that died.
             give: hand a new engine the weights of now, if nothing is in the way; returns their version.
@@ -109,7 +110,7 @@ class Fleet:
         self._waiting: list[_Ask] = []  # until there is an engine
         self._failure: Exception | None = None
         self._damaged: Exception | None = None
-        self._version, self._paused, self._changing = 0, False, False
+        self._version, self._paused, self._changing = version, False, False
         self._tasks: set[asyncio.Task[None]] = set()
         self.replaced = self.asked_again = 0
         """Engines, and samples that were asked for once more, so far."""

@@ -62,7 +62,8 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
     (learner, workers), found = made[0], made[1:]
     sync, in_turn = RaySync(), config.runtime.deterministic
     if engines:
-        fleet = Fleet(found, another, tell, partial(sync.give, learner), in_turn, cluster.leave)
+        version = await found[0].call("version")  # vLLM begins without weights
+        fleet = Fleet(found, another, tell, partial(sync.give, learner), in_turn, cluster.leave, version)
     else:  # a whole model in main memory at a time
         found = [await engine_in(*pair) for pair in zip(workers, cluster.of("learner"), strict=True)]
         fleet = Fleet(found, None, tell, None, in_turn, cluster.leave)
