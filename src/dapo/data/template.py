@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time
 from functools import cached_property
-from itertools import filterfalse, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -212,12 +212,15 @@ class PromptTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response: of all its tokens but the control tokens, which are no part of what is said."""
-        return self.text(filterfalse(self.control.__contains__, token_ids))
+        control = self.control
+        return self._text([token for token in token_ids if token not in control])
 
     def text(self, token_ids: Iterable[int]) -> str:
         """The text of tokens, control tokens too. An id that the tokenizer does not have (models have rows without a
         token) is U+FFFD, as what stands on its two sides is not one text."""
-        token_ids = [*map(int, token_ids)]
+        return self._text([*map(int, token_ids)])
+
+    def _text(self, token_ids: list[int]) -> str:
         if self._vocabulary.issuperset(token_ids):  # at once: it is asked for often
             return self._plain(token_ids)
         # the vocabulary has each text but once
