@@ -18,7 +18,8 @@ MAY_CHANGE = (
     *_keys("reward", "workers max_error_rate responses_per_call concurrency retries give_up_after_s hedge_after_s"),
     *_keys("reward", "url token_env api_key_env cache"),
     *_keys("rollout", "url token_env model request text timeout_s give_up_after_s"),
-    *("runtime.sync", "data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
+    *_keys("runtime", "sync address engine reward"),
+    *("data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
 )
 """Keys, and sections with all of their keys, that change nothing but limits, evaluation and what is done around
 training; so they hold at once. Those of ``reward`` hold for the rewards that one is put together from, too."""
@@ -45,7 +46,7 @@ BETWEEN_STEPS = (
 
 
 MAY_CHANGE_UNLESS_DETERMINISTIC = (
-    *_keys("runtime", "threads device"),
+    *_keys("runtime", "threads device kind placement learner"),
     *_keys("rollout", "max_concurrent_samples cache_gib device tensor_parallel"),
     *_keys("training", "tokens_per_micro_batch activation_checkpointing"),
     *_keys("reward", "timeout_s memory_mb test_timeout_s"),
@@ -72,7 +73,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     ),
     "it would be another policy": _keys("rollout", "engine temperature top_p top_k stop_token_ids stop"),
     "Adam's moments were made with it": ("training.betas",),
-    "it has to hold for the whole run": _keys("runtime", "kind deterministic"),
+    "it has to hold for the whole run": ("runtime.deterministic",),
     "rewards so far would mean something else": ("reward",),
 }
 """Keys that never change, by the reason; of ``reward`` all that no other table has."""

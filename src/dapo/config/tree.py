@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from dapo.config import sections
 from dapo.config.composed_reward import MonitorConfig, RewardConfig
 from dapo.config.data import DataConfig
+from dapo.config.placement import conflicts_of_placement
 from dapo.config.reward import MathReward
 from dapo.config.section import Problems, Section
 from dapo.util.escapes import eaten_in
@@ -84,6 +85,7 @@ def conflicts(config: Config) -> Iterator[str]:
     """Every impossible combination, as `key: what is wrong, with the numbers; what would work`."""
     yield from _conflicting_sizes(config)
     yield from _conflicts_of_engine(config)
+    yield from conflicts_of_placement(config)
     yield from _conflicts_of_algorithm(config)
     yield from _conflicts_of_staleness(config)
 
@@ -140,7 +142,7 @@ def vllm_problems(sampling: Any) -> Iterator[str]:
 
 
 def _conflicts_of_engine(config: Config) -> Iterator[str]:
-    rollout, kind = config.rollout, config.runtime.sync
+    rollout = config.rollout
     if (rollout.engine == "openai") != bool(rollout.url):
         yield (
             f"rollout.url: goes with rollout.engine=openai, and that with rollout.url; engine is {rollout.engine}, and "
@@ -158,12 +160,6 @@ def _conflicts_of_engine(config: Config) -> Iterator[str]:
             )
         for section, asked in (("rollout", rollout), ("evaluation", config.evaluation)):
             yield from (f"{section}.{problem}" for problem in vllm_problems(asked))
-    allowed = {"native": ("copy",), "vllm": ("ipc", "nccl", "files")}.get(rollout.engine, ())
-    if kind not in ("auto", *allowed):
-        yield (
-            f"runtime.sync: is {kind}, but new weights get to rollout.engine={rollout.engine} by "
-            f"{' or '.join(allowed) or 'its own way'}; use auto"
-        )
 
 
 _SAYS_RIGHT = {"compose": "correct", "model": "correct_above", "judge": "correct_at", "kserve": "correct"}

@@ -17,7 +17,10 @@ SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to 
 
 
 def device_of(config: Config) -> torch.device:
-    """The device of the trainer. Raises ConfigError: a GPU was asked for and there is none."""
+    """The device of the trainer; where Ray has it in processes of their own, that of this one, which computes nothing.
+    Raises ConfigError: a GPU was asked for and there is none."""
+    if config.runtime.kind == "ray":
+        return torch.device("cpu")
     found = torch.cuda.is_available()
     if config.runtime.device == "cuda" and not found:
         built = "no GPU was found" if torch.version.cuda else "this PyTorch was built for CPUs only"
@@ -45,11 +48,18 @@ def engine_device(config: Config) -> torch.device:
     return learner if shared else torch.device("cuda", place)
 
 
+def apart(config: Config) -> bool:
+    """Whether engine and learner have devices of their own."""
+    if config.runtime.kind == "ray":
+        return config.runtime.placement == "disaggregated"
+    return engine_device(config) != device_of(config)
+
+
 def take_turns(config: Config) -> bool:
     """Whether engine and learner take turns, each with the memory of the other: on one GPU, or on-policy on one CPU."""
-    device, ours = engine_device(config), config.rollout.engine in ("native", "vllm")
-    shared = device == device_of(config)
-    return shared and (config.rollout.max_staleness == 0 or (ours and device.type == "cuda"))
+    ours = config.rollout.engine in ("native", "vllm")
+    on_gpu = device_of(config).type == "cuda" or (config.runtime.kind == "ray" and config.runtime.device != "cpu")
+    return not apart(config) and (config.rollout.max_staleness == 0 or (ours and on_gpu))
 
 
 def cache_bytes(config: Config) -> int | None:

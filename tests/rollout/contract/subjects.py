@@ -147,14 +147,23 @@ def vllm(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     return _made(_config(folder, engine="vllm"))
 
 
-MAKERS = {"native": native, "paged": paged, "openai": openai, "vllm": vllm}
+async def ray(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
+    """Two native engines in processes of Ray's."""
+    from ray_cases import fleet_of
+
+    template = PromptTemplate((config := _config(folder)).data, load_tokenizer(str(folder)), VOCABULARY)
+    return await fleet_of(config, template, STOPS), template
+
+
+MAKERS = {"native": native, "paged": paged, "openai": openai, "ray": ray, "vllm": vllm}
 
 
 @contextmanager
 def started(kind: str, folder: Path) -> Iterator[Subject]:
     """An engine with the weights of seed 0 in use."""
     with ExitStack() as stack, asyncio.Runner() as runner:
-        engine, template = MAKERS[kind](folder, stack)
+        made = MAKERS[kind](folder, stack)
+        engine, template = runner.run(made) if asyncio.iscoroutine(made) else made
         subject = Subject(kind, engine, template, runner)
         try:
             subject.run(subject.give(0))

@@ -1,0 +1,215 @@
+"""Ray itself: started or joined, room reserved for all actors of a run, and left within a bounded time.
+
+What a recipe asks for is held against what the cluster has before anything is started on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dapo.config import Config
+from dapo.config.sections import RoleConfig
+from dapo.errors import ConfigError
+from dapo.orchestrator.runtime.ray.handles import Remote
+from dapo.util.asynchronous import in_thread
+
+START_SECONDS = 120.0
+"""For Ray to start, or for room on a cluster that has it but is not free."""
+CLOSE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What an actor gets. ``memory``: bytes."""
+
+    role: str
+    number: int
+    cpus: float
+    gpus: float
+    memory: float
+
+    @property
+    def resources(self) -> dict[str, float]:
+        found = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory}
+        return {name: amount for name, amount in found.items() if amount}
+
+    @property
+    def device(self) -> str:
+        """Of its actor, to whom Ray shows its own GPUs only."""
+        return "cuda" if self.gpus else "cpu"
+
+
+def in_worker(config: Config, bundle: Bundle) -> Config:
+    """The recipe as it is inside of an actor: one process, with what the actor has."""
+    threads = config.runtime.threads or max(1, int(bundle.cpus))
+    inside: dict[str, Any] = {"kind": "local", "sync": "auto", "device": bundle.device, "threads": threads}
+    return config.model_copy(update={"runtime": config.runtime.model_copy(update=inside)})
+
+
+def bundles(config: Config, gpus: bool) -> list[Bundle]:
+    """Of all actors that a recipe asks for. ``gpus``: whether the cluster has any."""
+    runtime = config.runtime
+    gpus = gpus and runtime.device != "cpu"
+    kinds = {config.reward.kind} | {one.kind for one in getattr(config.reward, "rewards", {}).values()}
+
+    def of(role: str, asked: RoleConfig, usual: float) -> Iterator[Bundle]:
+        each = (usual if gpus else 0.0) if asked.gpus is None else asked.gpus
+        for number in range(asked.workers):
+            yield Bundle(role, number, asked.cpus, each, int((asked.memory_gib or 0) * 2**30))
+
+    found = [*of("learner", runtime.learner, 1.0)]
+    if runtime.placement == "disaggregated":
+        found += of("engine", runtime.engine, float(config.rollout.tensor_parallel))
+    return [*found, *of("reward", runtime.reward, float("model" in kinds))]
+
+
+def shortages(wanted: Sequence[Bundle], nodes: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """What the cluster lacks; ``nodes``: the resources of each."""
+    units = {"CPU": ("cpus", "CPUs", 1.0), "GPU": ("gpus", "GPUs", 1.0), "memory": ("memory_gib", "GiB", 2.0**30)}
+    for name, (key, unit, size) in units.items():
+        need = {
+            role: sum(b.resources.get(name, 0.0) for b in wanted if b.role == role) for role in {b.role for b in wanted}
+        }
+        total, have = sum(need.values()) / size, sum(node.get(name, 0.0) for node in nodes) / size
+        if total > have + 1e-6:
+            by = ", ".join(f"{amount / size:g} for {role}" for role, amount in sorted(need.items()) if amount)
+            yield (
+                f"{total:g} {unit} are asked for ({by}) and the cluster has {have:g}; lower runtime.*.workers or "
+                f"runtime.*.{key}, or add nodes"
+            )
+    for bundle in {(b.role, *b.resources.items()): b for b in wanted}.values():
+        if not any(all(node.get(n, 0.0) >= amount for n, amount in bundle.resources.items()) for node in nodes):
+            asked = _told(bundle.resources)
+            yield f"no node has what one {bundle.role} worker asks for: {asked}; lower runtime.{bundle.role}"
+
+
+def _told(resources: Mapping[str, float]) -> str:
+    words = {"CPU": lambda n: f"{n:g} CPUs", "GPU": lambda n: f"{n:g} GPUs", "memory": lambda n: f"{n / 2**30:g} GiB"}
+    return ", ".join(words[name](amount) for name, amount in resources.items())
+
+
+class Cluster:
+    """Where the actors of a run live."""
+
+    joined: ClassVar[Cluster | None] = None
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._started, self._users = False, 0
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self.bundles: list[Bundle] = []
+
+    @classmethod
+    def join(cls, config: Config) -> Cluster:
+        """That of the run in this process. Everyone who joins it is to :meth:`leave` it."""
+        cls.joined = cls.joined or cls(config)
+        cls.joined._users += 1
+        return cls.joined
+
+    async def leave(self) -> None:
+        """The last one to leave ends it, within a bounded time."""
+        self._users -= 1
+        if not self._users:
+            Cluster.joined = None
+            await self.close()
+
+    async def start(self) -> None:
+        """Once only; later calls do nothing.
+        Raises ConfigError: there is no such cluster, or it has not what the recipe asks for."""
+        if self._group is None:
+            await in_thread(self._start)
+            if threading.current_thread() is threading.main_thread():  # Ray puts a handler of its own beneath
+                signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+    def _start(self) -> None:
+        if not ray.is_initialized():
+            self._init()
+        nodes = nodes_of()
+        self.bundles = bundles(self._config, any(node.get("GPU") for node in nodes))
+        if self._config.runtime.device == "cuda" and not any(node.get("GPU") for node in nodes):
+            raise ConfigError("runtime.device: cuda, but no node of the Ray cluster has a GPU; use auto or cpu")
+        if short := "\n".join(f"runtime: {line}" for line in shortages(self.bundles, nodes)):
+            raise ConfigError(short)
+        self._group = placement_group([bundle.resources for bundle in self.bundles], strategy="PACK")
+        if not self._group.wait(START_SECONDS):
+            raise ConfigError(
+                f"runtime: the cluster has what is asked for, but it was not free for {START_SECONDS:g} s; others are "
+                "using it (ray status)"
+            )
+
+    def _init(self) -> None:
+        address = self._config.runtime.address
+        for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+            os.environ.setdefault(name, "0")
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        ray._private.worker.print_to_stdstream = lambda *_, **__: None  # its log has it; no setting turns it off
+        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
+        if address is None:
+            asked = sum(bundle.cpus for bundle in bundles(self._config, False))
+            options["num_cpus"] = max(os.cpu_count() or 1, math.ceil(asked))  # they share what there is
+        try:
+            ray.init(address=address or "local", **({} if address else options))
+        except Exception as error:
+            what = f"no Ray cluster at {address}" if address else "Ray could not be started"
+            raise ConfigError(f"runtime.address: {what}: {str(error).strip().splitlines()[0]}") from None
+        self._started = True
+
+    def of(self, role: str) -> list[Bundle]:
+        return [bundle for bundle in self.bundles if bundle.role == role]
+
+    async def actor(self, kind: type[Any], bundle: Bundle) -> Remote:
+        """A process in the room of ``bundle``. Raises GoneError: it cannot be started."""
+        place = PlacementGroupSchedulingStrategy(self._group, self.bundles.index(bundle))
+        options = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "memory": bundle.memory or None}
+        made = ray.remote(kind).options(scheduling_strategy=place, max_concurrency=10_000, **options)
+        remote = Remote(made.remote(str(Path.cwd()), sys.path), f"{bundle.role} {bundle.number}")
+        self._actors.append(remote)
+        await remote.locate()
+        return remote
+
+    async def close(self) -> None:
+        """End all actors, and Ray if it was started here."""
+        await asyncio.wait_for(in_thread(self._close), CLOSE_SECONDS)
+
+    def _close(self) -> None:
+        for remote in self._actors:
+            remote.kill()
+        if self._group is not None and ray.is_initialized():
+            remove_placement_group(self._group)
+        if self._started:
+            ray.shutdown()
+
+
+def nodes_of() -> list[dict[str, float]]:
+    """The resources of each node that is alive."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def log_folder() -> str:
+    """Of what the processes of this run print."""
+    return f"{ray._private.worker.global_worker.node.get_session_dir_path()}/logs"
+
+
+def nodes_told() -> str:
+    """Of how many nodes, with what."""
+    total: Counter[str] = Counter()
+    nodes = nodes_of()
+    for node in nodes:
+        total.update({name: node.get(name, 0.0) for name in ("CPU", "GPU")})
+    return f"{len(nodes)} node{'s' * (len(nodes) > 1)} with {total['CPU']:g} CPUs and {total['GPU']:g} GPUs"

@@ -1,0 +1,392 @@
+"""Several engines that are one: requests are shared out, weights go to all, and one that dies is replaced.
+
+A request is one engine's as a whole, so that its samples share the prompt: the engine's with the fewest unfinished
+samples. What an engine had not finished when it died is asked of the others at once, with the seeds that it had; what
+had come is not asked again. Of each engine one call is always waiting for events, so its end is heard of at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from dapo.orchestrator.runtime.ray.handles import GoneError, Remote
+from dapo.records import Sample
+from dapo.rollout.engine import Draft, EngineError, Request
+from dapo.util.asynchronous import closed_in_time
+
+if TYPE_CHECKING:
+    import torch
+
+CLOSE_SECONDS = 10.0
+REPLACE_SECONDS = 600.0
+"""For a new engine to be there: a node, a process, the model."""
+
+
+@dataclass(eq=False)
+class _Ask:
+    """A request, or what is left of it, as one engine has it."""
+
+    request: Request
+    places: tuple[int, ...]
+    """Of its samples in the request as it came."""
+    events: asyncio.Queue[Sample | Draft | Exception | None]
+    drafts: bool
+    came: set[int] = field(default_factory=set)
+    cancelled: bool = False
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.places) - len(self.came)
+
+    def rest(self) -> _Ask:
+        """What has not come, to be asked anew."""
+        left = [place for place in range(len(self.places)) if place not in self.came]
+        drafts = tuple(replace(d, index=left.index(d.index)) for d in self.request.drafts if d.index in left)
+        request = replace(self.request, seeds=tuple(self.request.seeds[place] for place in left), drafts=drafts)
+        return _Ask(request, tuple(self.places[place] for place in left), self.events, self.drafts)
+
+    def take(self, event: Any) -> None:
+        if isinstance(event, Sample):
+            self.came.add(event.index)
+        if isinstance(event, Sample | Draft):
+            event = replace(event, index=self.places[event.index])
+        self.events.put_nowait(event)
+
+
+@dataclass(eq=False)
+class _Seat:
+    """The place of one engine. Calls to it go out one after the other, so that they arrive in their order."""
+
+    remote: Remote
+    ready: bool = True
+    """Whether it is there, with the weights of the fleet's version."""
+    gone: bool = False
+    asked: dict[int, _Ask] = field(default_factory=dict)
+    decode_steps: int = 0
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """None, if it is gone: whoever waits for its events sees to that."""
+        with contextlib.suppress(GoneError):
+            async with self.order:
+                return await self.remote.call(method, *args)
+
+    @property
+    def load(self) -> int:
+        return sum(ask.unfinished for ask in self.asked.values())
+
+
+class Fleet:
+    """The engines of a run (``rollout/engine.InterruptibleEngine``)."""
+
+    def __init__(
+        self,
+        engines: Sequence[Remote],
+        make: Callable[[int], Awaitable[Remote]] | None,
+        tell: Callable[[str], object],
+        give: Callable[[Remote], Awaitable[int | None]] | None = None,
+        in_turn: bool = False,
+        closed: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """
+        Args:
+            engines: each with the weights of version 0.
+            make: an engine in the place of that of a number; None: none can be made, and the first one to die ends all.
+            tell: hears of those that died.
+            give: hand a new engine the weights of now, if nothing is in the way; returns their version.
+            in_turn: share requests out by number, and not by what engines have to do.
+            closed: called when it is closed.
+        """
+        self._seats = [_Seat(remote) for remote in engines]
+        self._make, self._tell, self._give, self._in_turn, self._then = make, tell, give, in_turn, closed
+        self._keys, self._turns = itertools.count(), itertools.count()
+        self._waiting: list[_Ask] = []  # until there is an engine
+        self._failure: Exception | None = None
+        self._damaged: Exception | None = None
+        self._version, self._paused, self._changing = 0, False, False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.replaced = self.asked_again = 0
+        """Engines, and samples that were asked for once more, so far."""
+        for number in range(len(engines)):
+            self._begin(self._listen(number))
+
+    # --- as an engine -------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def decode_steps(self) -> int:
+        """Of all engines together, so far."""
+        return sum(seat.decode_steps for seat in self._seats)
+
+    @property
+    def about(self) -> str:
+        return f"{len(self._seats)} engines: {', '.join(str(seat.remote) for seat in self._seats)}"
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
+        return cast(AsyncIterator[Sample], self.stream(requests, drafts=False))
+
+    async def stream(self, requests: Sequence[Request], *, drafts: bool = True) -> AsyncIterator[Sample | Draft]:
+        """Of a sample whose engine died, drafts begin again."""
+        events: asyncio.Queue[Sample | Draft | Exception | None] = asyncio.Queue()
+        asks = [_Ask(request, tuple(range(len(request.seeds))), events, drafts) for request in requests]
+        self._route(asks)
+        left = len(asks)
+        try:
+            while left:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                left -= event is None
+                if event is not None:
+                    yield event
+        finally:
+            self._forget(events)
+
+    async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
+        for ask in [ask for ask in self._waiting if ask.request.id in request_ids]:
+            self._waiting.remove(ask)
+            ask.take(None)
+        seats = []
+        for seat in self._seats:
+            mine = [ask for ask in seat.asked.values() if ask.request.id in request_ids]
+            for ask in mine:
+                ask.cancelled = True
+            seats += [(seat, {ask.request.id: ask.places for ask in mine})] if mine else []
+        found = await asyncio.gather(*(seat.call("engine", "cancel", set(places)) for seat, places in seats))
+        return [
+            replace(draft, index=places[draft.request_id][draft.index])
+            for (_, places), drafts in zip(seats, found, strict=True)
+            for draft in drafts or ()
+        ]
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self._all("pause")
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._all("resume")
+
+    async def sleep(self) -> None:
+        if self._waiting or any(seat.asked for seat in self._seats):
+            raise EngineError("cannot sleep while requests are in flight")
+        await self._all("sleep")
+
+    async def wake(self) -> None:
+        await self._all("wake")
+
+    async def begin(self, version: int) -> None:
+        if version < self._version:
+            raise EngineError(f"weights: version {version} was given after version {self._version}")
+        self._changing, self._damaged, self._coming = True, None, version
+        await self._all("begin", version)
+
+    async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        with self._arriving():
+            await self._all("put", list(bucket))
+
+    async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
+        with self._arriving():
+            await self._all("commit", dict(fingerprint))
+        self._changed(self._coming)
+
+    @contextlib.contextmanager
+    def _arriving(self) -> Iterator[None]:
+        """After an error in it nothing can be sampled until weights have come whole."""
+        try:
+            yield
+        except Exception:
+            self._damaged = EngineError("the weights arrived in part; load them again")
+            self._route_waiting()
+            raise
+
+    async def close(self) -> None:
+        self.fail(EngineError("the engine is closed"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(self._end(seat) for seat in self._seats if not seat.gone))
+        if self._then is not None:
+            await self._then()
+
+    async def _end(self, seat: _Seat) -> None:
+        await closed_in_time(lambda: seat.call("engine", "close"), CLOSE_SECONDS)
+        seat.gone = True
+        seat.remote.kill()
+
+    async def _all(self, method: str, *args: Any) -> None:
+        """Have all engines do it. Raises the first error, once all are done."""
+        seats = [seat for seat in self._seats if not seat.gone]
+        done = await asyncio.gather(*(seat.call("engine", method, *args) for seat in seats), return_exceptions=True)
+        for outcome in done:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    # --- weights that come from elsewhere -----------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def changing(self) -> AsyncIterator[Change]:
+        """Inside, weights go to the engines directly. None has to do with requests that are made meanwhile."""
+        change = Change(self, [seat for seat in self._seats if not seat.gone])
+        self._changing, self._damaged = True, None
+        with self._arriving():
+            yield change
+        assert not self._changing, "nobody said which version they are"
+
+    def _changed(self, version: int, seats: Collection[_Seat] | None = None) -> None:
+        self._version, self._changing = version, False
+        for seat in self._seats:
+            seat.ready = not seat.gone and (seats is None or seat in seats)
+            if not (seat.ready or seat.gone):
+                self._begin(self._catch_up(seat))  # it came meanwhile
+        self._route_waiting()
+
+    # --- who does what ------------------------------------------------------------------------------------------------
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _route(self, asks: Sequence[_Ask]) -> None:
+        if error := self._failure or self._damaged:
+            for ask in asks:
+                ask.events.put_nowait(error)
+            return
+        able = [seat for seat in self._seats if seat.ready]
+        if not able or self._changing:
+            self._waiting += asks
+            return
+        shares: dict[_Seat, list[tuple[int, Request]]] = {}
+        for ask in asks:
+            seat = able[next(self._turns) % len(able)] if self._in_turn else min(able, key=lambda one: one.load)
+            key = next(self._keys)
+            seat.asked[key] = ask
+            shares.setdefault(seat, []).append((key, ask.request))
+        for seat, requests in shares.items():
+            self._begin(seat.call("ask", requests, asks[0].drafts))
+
+    def _route_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for drafts in (False, True):
+            if asks := [ask for ask in waiting if ask.drafts is drafts]:
+                self._route(asks)
+
+    def _forget(self, events: asyncio.Queue[Any]) -> None:
+        """Nobody reads these any more."""
+        self._waiting = [ask for ask in self._waiting if ask.events is not events]
+        for seat in self._seats:
+            if keys := [key for key, ask in seat.asked.items() if ask.events is events]:
+                for key in keys:
+                    del seat.asked[key]
+                if not seat.gone:
+                    self._begin(seat.call("forget", keys))
+
+    async def _listen(self, number: int) -> None:
+        seat = self._seats[number]
+        try:
+            while True:
+                seat.decode_steps, events = pickle.loads(await seat.remote.get("events"))
+                for key, event in events:
+                    if ask := seat.asked.get(key):
+                        if not isinstance(event, Sample | Draft):
+                            del seat.asked[key]
+                        ask.take(event)
+        except GoneError as error:
+            self._lost(number, error)
+
+    # --- one that dies ------------------------------------------------------------------------------------------------
+
+    def watch(self, remote: Remote, error_of: Callable[[GoneError], Exception]) -> None:
+        """Have the end of this process, too, end all that is asked for."""
+
+        async def wait() -> None:
+            try:
+                await remote.get("forever")
+            except GoneError as error:
+                self.fail(error_of(error))
+
+        self._begin(wait())
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more can be sampled."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        asks = [*self._waiting, *(ask for seat in self._seats for ask in seat.asked.values())]
+        self._waiting = []
+        for ask in asks:
+            ask.events.put_nowait(error)
+
+    def _lost(self, number: int, error: GoneError) -> None:
+        seat = self._seats[number]
+        asks, seat.asked, seat.ready, seat.gone = [*seat.asked.values()], {}, False, True
+        if self._failure is not None:
+            return
+        if self._make is None:
+            self.fail(EngineError(str(error)))
+            return
+        again = [ask.rest() for ask in asks if ask.unfinished and not ask.cancelled]
+        for ask in asks:
+            if ask.cancelled or not ask.unfinished:
+                ask.take(None)
+        samples = sum(ask.unfinished for ask in again)
+        self.replaced, self.asked_again = self.replaced + 1, self.asked_again + samples
+        self._tell(f"{error}; its {samples} unfinished samples are asked for again, and it is replaced")
+        self._waiting += again
+        self._route_waiting()
+        self._begin(self._replace(number))
+
+    async def _replace(self, number: int) -> None:
+        assert self._make is not None
+        try:
+            async with asyncio.timeout(REPLACE_SECONDS):
+                remote = await self._make(number)
+        except Exception as error:
+            why = f"within {REPLACE_SECONDS:g} s" if isinstance(error, TimeoutError) else f"({error})"
+            self._tell(f"{self._seats[number].remote.name}: no other one could be started {why}")
+            if all(seat.gone for seat in self._seats):
+                self.fail(EngineError(f"no engine is left, and no other one could be started {why}"))
+            return
+        seat = self._seats[number] = _Seat(remote, ready=False)
+        if self._paused:
+            await seat.call("engine", "pause")
+        self._begin(self._listen(number))
+        await self._catch_up(seat)
+
+    async def _catch_up(self, seat: _Seat) -> None:
+        """Have a new engine sample, once it has the weights of now. If there are newer ones, it gets those with the
+        others."""
+        try:
+            given = 0 if self._give is None or self._changing else await self._give(seat.remote)
+        except Exception as error:
+            self.fail(error)
+            return
+        if given == self._version and not (self._changing or seat.gone):
+            seat.ready = True
+            self._route_waiting()
+
+
+class Change:
+    """New weights for the engines of a fleet."""
+
+    def __init__(self, fleet: Fleet, seats: Sequence[_Seat]) -> None:
+        self._fleet, self._seats = fleet, seats
+
+    @property
+    def actors(self) -> list[Any]:
+        """The engines that are there."""
+        return [seat.remote.actor for seat in self._seats]
+
+    def done(self, version: int, reached: Collection[int] | None = None) -> None:
+        """``reached``: which of them have it; None: all."""
+        seats = self._seats if reached is None else [self._seats[place] for place in reached]
+        self._fleet._changed(version, seats)

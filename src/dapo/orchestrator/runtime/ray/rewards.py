@@ -1,0 +1,114 @@
+"""Scores from processes of their own, each with a scorer as the recipe says, and the GPUs that it is to have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dapo.config import Config
+from dapo.errors import RewardError
+from dapo.orchestrator.runtime.ray.actors import ScoringActor
+from dapo.orchestrator.runtime.ray.cluster import Cluster
+from dapo.orchestrator.runtime.ray.handles import GoneError, Remote
+from dapo.records import FinishReason, Prompt, Reward
+from dapo.reward.contract import Doubt, Scorer
+from dapo.util.asynchronous import closed_in_time
+
+ATTEMPTS = 3
+"""At one response, each of which ended the process that was to score it."""
+CLOSE_SECONDS = 5.0
+
+
+class RayScorer(Scorer):
+    """Each response goes to who has the least to do. Of one that dies the responses are scored again by others."""
+
+    def __init__(self, config: Config, function: Callable[..., Any] | None, tell: Callable[[str], object]) -> None:
+        self._config, self._function, self._tell = config, function, tell
+        self._cluster: Cluster | None = None
+        self._actors: list[Remote | None] = []
+        self._load: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._failure: Exception | None = None
+        self._lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        async with self._lock:
+            if self._cluster is None:
+                self._cluster = Cluster.join(self._config)
+                await self._cluster.start()
+                numbers = range(len(self._cluster.of("reward")))
+                self._actors = list(await asyncio.gather(*map(self._made, numbers)))
+
+    async def _made(self, number: int) -> Remote:
+        assert self._cluster is not None
+        remote = await self._cluster.actor(ScoringActor, self._cluster.of("reward")[number])
+        await remote.call("make", self._config.reward, self._function)
+        return remote
+
+    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
+        found: Sequence[Doubt] = await self._ask("examine", prompts)
+        return found
+
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
+        try:
+            reward: Reward = await self._ask("score", prompt, response, finish_reason)
+        except GoneError as error:
+            return Reward(None, 0.0, error=f"{ATTEMPTS} processes died on it; {error}")
+        return reward
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        await self.start()
+        for attempt in range(ATTEMPTS):
+            number = await self._free()
+            remote = self._actors[number]
+            assert remote is not None
+            self._load[number] += 1
+            try:
+                return await remote.call(method, *args)
+            except GoneError as error:
+                self._lost(number, remote, error)
+                if attempt == ATTEMPTS - 1:
+                    raise
+            finally:
+                self._load[number] -= 1
+        raise AssertionError
+
+    async def _free(self) -> int:
+        """The number of the one with the least to do. Raises RewardError: none is left."""
+        while True:
+            if able := [number for number, remote in enumerate(self._actors) if remote is not None]:
+                return min(able, key=lambda number: self._load[number])
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _lost(self, number: int, remote: Remote, error: GoneError) -> None:
+        if self._actors[number] is not remote:
+            return  # others have told of it
+        self._actors[number] = None
+        self._tell(f"{error}; what it had to score is scored by others, and it is replaced")
+        task = asyncio.create_task(self._replace(number))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _replace(self, number: int) -> None:
+        try:
+            self._actors[number] = await self._made(number)
+        except Exception as error:
+            self._failure = RewardError(f"reward {number}: no other process could be started: {error}")
+            self._tell(str(self._failure))
+        self._changed.set()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        there = [remote for remote in self._actors if remote is not None]
+        await asyncio.gather(*(closed_in_time(lambda one=remote: one.call("close"), CLOSE_SECONDS) for remote in there))  # type: ignore[misc]
+        for remote in there:
+            remote.kill()
+        if self._cluster is not None:
+            await self._cluster.leave()
