@@ -1,18 +1,17 @@
-"""How many samples a second the orchestrator carries: the real loop and collector over engines and learners of given rates.
+"""How many samples a second the orchestrator carries: the real loop and collector over simulated engines and learners.
 
 usage: python bench/scale.py run --tokenizer FOLDER --out FOLDER [--gpus 0 64 128 256 512 1024] [--transport ray]
-       python bench/scale.py profile --tokenizer FOLDER --out FOLDER
+       python bench/scale.py profile --tokenizer FOLDER --out FOLDER [--gpus 1024]
 
 Half of the GPUs sample and half train. A GPU samples ``--rate`` tokens a second in ``--rows`` samples at once; a step
-is 2 prompts a GPU with 16 samples of 1,000 tokens of real text, 60% of whose groups are kept, with one step sampled
-ahead (``max_staleness`` 1). Learners take as long as the engines need for it. With ``--gpus 0`` engines and learners
-take no time at all, so what is measured is what the orchestrator itself carries at most.
+is 4 prompts a GPU (the paper has 512 on 128) with 16 samples of 1,000 tokens of real text, 60% of whose groups are
+kept, with one step sampled ahead (``max_staleness`` 1). Learners take as long for a step as engines need for it. With
+``--gpus 0`` neither takes time, so what is measured is what the orchestrator itself carries at most.
 
 Real are the loop, the collector, the batches, the metrics and the files of samples; simulated are engines, learners
-and verdicts. Samples come group by group: with ``--transport memory`` each group is unpickled as it comes, with
-``ray`` it comes out of an actor's stream. ``--text driver`` decodes in this process, as a run without Ray does;
-``worker`` in reward actors, ``none`` nowhere. Processor time is of the driver's process, all of its threads together,
-and does not depend on what else the machine does; samples a second do.
+and verdicts. Samples come group by group: with ``--transport memory`` each group is unpickled as it comes; with ``ray``
+engines are actors behind the fleet of a Ray run. ``--text none`` leaves decoding out. ``--reward ray`` scores in reward
+actors. Processor time is of the driver's process, all of its threads together.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ import asyncio
 import cProfile
 import heapq
 import itertools
-import os
 import pickle
 import pstats
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +44,15 @@ from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.loop import train
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.records import Prompt, Reward, Sample, TokenBatch
-from dapo.reward.batching import Batcher
-from dapo.rollout.engine import Request
+from dapo.reward.contract import Scorer
+from dapo.rollout.engine import Request, hand_over
 from dapo.training.update_report import Mismatch, UpdateReport
 from dapo.util.asynchronous import in_thread
 from runner import HERE, Report, console, make_parser, run_command, run_side, script
 
 LENGTH, SIZE, KEPT, READY = 1000, 16, 0.6, 64
 """Tokens of a sample, samples of a group, the share of groups that is kept, and groups made before."""
+RAY = {"runtime.kind": "ray", "runtime.placement": "disaggregated", "runtime.reward.workers": 1}
 Arrays = list[tuple[Any, Any]]
 """Ids and log-probabilities of the samples of a group."""
 
@@ -65,23 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add("--tokenizer", type=Path, required=True, help="folder of a tokenizer")
     add("--gpus", type=int, nargs="+", default=[0, 64, 128, 256, 512, 1024])
     add("--transport", default="memory", choices=["memory", "ray"])
-    add("--text", default="driver", choices=["driver", "worker", "none"])
+    add("--text", default="driver", choices=["driver", "none"])
+    add("--reward", default="here", choices=["here", "ray"])
     add("--rate", type=float, default=7000.0, help="tokens a second of an engine's GPU")
     add("--rows", type=int, default=64, help="samples at once of an engine's GPU")
-    add("--prompts", type=int, help="of a step, in place of 2 a GPU (512 with --gpus 0)")
-    add("--steps", type=int, default=4, help="the first is left out")
+    add("--prompts", type=int, help="of a step, in place of 4 a GPU (512 with --gpus 0)")
+    add("--steps", type=int, default=5, help="the speed is that of all but the first and the last")
     add("--actors", type=int, default=2, help="processes of the engines, with --transport ray")
     parser.set_defaults(device="cpu")
     return run_command(parser.parse_args(arguments), {"run": run, "profile": run})
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("transport", "text", "rate", "rows", "steps", "actors")
+    names = ("transport", "text", "reward", "rate", "rows", "steps", "actors")
     common = {name: getattr(options, name) for name in names} | {"tokenizer": str(options.tokenizer)}
     sides = []
     for gpus in options.gpus:
-        name = f"{options.command}-{options.transport}-{options.text}-{gpus}"
-        job = {"do": "scale:carry", "gpus": gpus, "prompts": options.prompts or 2 * gpus or 512, **common}
+        name = "-".join(map(str, (options.command, options.transport, options.text, options.reward, gpus)))
+        job = {"do": "scale:carry", "gpus": gpus, "prompts": options.prompts or 4 * gpus or 512, **common}
         job |= {"folder": str(options.out / f"{name}-run"), "profile": options.command == "profile"}
         outcome = run_side(options, name, job)
         sides.append(outcome.facts() | {"gpus": gpus} | outcome.first("carried"))
@@ -134,20 +133,24 @@ class Sampled:
 
 
 class Engine:
-    """What the collector asks. ``source(ids)`` streams pairs of a request's id and its samples."""
+    """GPUs as the collector, or a fleet, asks them (``InterruptibleEngine``)."""
 
-    def __init__(self, source: Callable[[Sequence[int]], AsyncIterator[tuple[int, Arrays]]]) -> None:
-        self._source, self.version = source, 0
+    def __init__(self, sampled: Sampled) -> None:
+        self._sampled, self.version, self._coming = sampled, 0, 0
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
         began = self.version
-        async for number, arrays in self._source([request.id for request in requests]):
-            for index, (ids, logprobs) in enumerate(arrays):
+        async for number, message in self._sampled.stream([request.id for request in requests]):
+            for index, (ids, logprobs) in enumerate(pickle.loads(message)):
                 yield Sample(number, index, ids, logprobs, np.full(len(ids), began, np.int32), "stop")
 
-    async def begin(self, version: int) -> None: ...
+    async def begin(self, version: int) -> None:
+        self._coming = version
+
+    async def commit(self, fingerprint: Any) -> None:
+        self.version = self._coming
+
     async def put(self, bucket: Any) -> None: ...
-    async def commit(self, fingerprint: Any) -> None: ...
     async def sleep(self) -> None: ...
     async def wake(self) -> None: ...
     async def close(self) -> None: ...
@@ -157,48 +160,24 @@ class Engine:
     async def resume(self) -> None: ...
 
 
-def in_memory(job: Mapping[str, Any], groups: Sequence[Arrays]) -> Engine:
+def make_engine(job: Mapping[str, Any], groups: Sequence[Arrays], share: int = 1) -> Engine:
     sent = [pickle.dumps(group, protocol=5) for group in groups]
-    sampled = Sampled(Slots(job["gpus"] // 2, job["rate"], job["rows"]), sent)
-
-    async def source(ids: Sequence[int]) -> AsyncIterator[tuple[int, Arrays]]:
-        async for number, message in sampled.stream(ids):
-            yield number, pickle.loads(message)
-
-    return Engine(source)
+    return Engine(Sampled(Slots(job["gpus"] // 2 // share, job["rate"], job["rows"]), sent))
 
 
-def over_ray(job: Mapping[str, Any], groups: Sequence[Arrays]) -> Engine:
-    import ray
+async def over_ray(job: Mapping[str, Any], groups: Sequence[Arrays], cluster: Any) -> Any:
+    """Engines in actors."""
+    from dapo.orchestrator.runtime.ray.actors import Worker
+    from dapo.orchestrator.runtime.ray.fleet import Fleet
 
-    @ray.remote
-    class Engines:
-        def __init__(self, gpus: int) -> None:
-            self._sampled = Sampled(Slots(gpus, job["rate"], job["rows"]), groups)
+    class Simulated(Worker):
+        async def make(self, groups: Sequence[Arrays]) -> None:
+            self._engine: Any = make_engine(job, groups, job["actors"])
 
-        async def stream(self, ids: list[int]) -> AsyncIterator[Any]:
-            async for pair in self._sampled.stream(ids):
-                yield pair
-
-    count = job["actors"]
-    actors = [Engines.options(num_cpus=0, max_concurrency=10_000).remote(job["gpus"] // 2 // count) for _ in range(count)]  # type: ignore[attr-defined]
-    turn = itertools.count()
-
-    async def source(ids: Sequence[int]) -> AsyncIterator[tuple[int, Arrays]]:
-        """Each request goes whole to one of the actors."""
-        first, found = next(turn), asyncio.Queue[Any]()
-        streams = [actors[(first + k) % count].stream.remote(list(ids[k::count])) for k in range(min(count, len(ids)))]
-
-        async def read(stream: Any) -> None:
-            async for reference in stream:
-                found.put_nowait(await reference)
-
-        readers = [asyncio.create_task(read(stream)) for stream in streams]
-        for _ in ids:
-            yield await found.get()
-        await asyncio.gather(*readers)
-
-    return Engine(source)
+    actors = await asyncio.gather(*(cluster.actor(Simulated, bundle) for bundle in cluster.of("engine")))
+    for actor in actors:
+        await actor.call("make", groups)
+    return Fleet(actors, None, print)
 
 
 # --- the other roles --------------------------------------------------------------------------------------------------
@@ -212,7 +191,7 @@ class Rows:
 
     def next(self) -> Prompt:
         self._row += 1
-        return Prompt(self._row, "What is it? " * 10, tuple(range(100)), "42")
+        return Prompt(self._row, "What is it? " * 10, tuple(range(100)), "42", {"row": self._row})
 
     def feedback(self, groups: Any) -> None: ...
 
@@ -222,18 +201,14 @@ class Rows:
     def load_state(self, state: Any) -> None: ...
 
 
-def verdict(row: int) -> Reward:
-    mixed = random.Random(row).random() < KEPT
-    right = mixed and random.random() < 0.5
-    return Reward(right, float(right), extracted="42")
+async def verdict(prompt: str, response: str, answer: str, row: int) -> bool:
+    return random.Random(row).random() < KEPT and random.random() < 0.5
 
 
-class Scores:
-    async def start(self) -> None: ...
-    async def close(self) -> None: ...
-
+class Scores(Scorer):
     async def score(self, prompt: Prompt, response: str, finish_reason: str | None = None) -> Reward:
-        return verdict(prompt.row)
+        right = await verdict(prompt.text, response, "42", prompt.row)
+        return Reward(right, float(right), extracted="42")
 
 
 class Learner:
@@ -263,10 +238,16 @@ class Rest:
     def __init__(self, config: Config, folder: Path) -> None:
         self._config, self._log, self._samples = config, MetricsLog(folder / "metrics.jsonl"), folder / "samples"
         self._samples.mkdir()
-        self.times = [(time.perf_counter(), time.process_time(), time.thread_time(), 0)]
+        self.times: list[tuple[float, float, float, int]] = []
+        """At the begin and after each step: the clock, processor time of the process and of its event loop, and samples
+        that have come."""
 
-    async def push(self, learner: Learner, engine: Engine) -> None:
-        learner.version = engine.version = learner.version + 1
+    def look(self, samples: int) -> None:
+        self.times.append((time.perf_counter(), time.process_time(), time.thread_time(), samples))
+
+    async def push(self, learner: Learner, engine: Any) -> None:
+        learner.version += 1
+        await hand_over(engine, learner.version, ())
 
     async def maybe(self, after: Budget) -> dict[str, float]:
         return {}
@@ -276,8 +257,7 @@ class Rest:
     async def write(self, step: Any, after: Budget, evaluation: Mapping[str, float]) -> None:
         self._log.append(after.steps, step.metrics(self._config))
         await in_thread(step.write_samples, self._samples, after.steps, 1.0, 0)
-        samples = self.times[-1][3] + step.rollout.stats.samples
-        self.times.append((time.perf_counter(), time.process_time(), time.thread_time(), samples))
+        self.look(self.times[-1][3] + step.rollout.stats.window_tokens // LENGTH)
 
     async def maybe_save(self, last: bool) -> None: ...
 
@@ -298,6 +278,11 @@ def settings(job: Mapping[str, Any]) -> Config:
                 "training.groups_per_update": max(1, job["prompts"] // 4),
                 "algorithm.overlong_buffer.enable": False,
                 "evaluation.every": 0,
+                **(
+                    RAY | {"runtime.engine.workers": job["actors"]}
+                    if "ray" in (job["transport"], job["reward"])
+                    else {}
+                ),
             }
         )
     )
@@ -315,40 +300,65 @@ def make_groups(template: PromptTemplate) -> list[Arrays]:
     return [[(ids[at : at + LENGTH].copy(), -numbers.random(LENGTH, np.float32)) for at in group] for group in starts]
 
 
+async def run_through(job: Mapping[str, Any], config: Config, template: PromptTemplate, rest: Any) -> None:
+    groups, cluster, engine = make_groups(template), None, None
+    scorer: Scorer = Scores()
+    try:
+        if config.runtime.kind == "ray":
+            from dapo.orchestrator.runtime.ray.cluster import Cluster
+            from dapo.orchestrator.runtime.ray.rewards import RayScorer
+
+            cluster = Cluster.join(config)
+            await cluster.start()
+            engine = await over_ray(job, groups, cluster) if job["transport"] == "ray" else None
+            scorer = RayScorer(config, verdict, print) if job["reward"] == "ray" else scorer
+            await scorer.start()
+        decode = template.decode if job["text"] == "driver" else lambda ids: ""
+        decode([])  # reads the vocabulary
+        limit = job["gpus"] // 2 * job["rate"] / LENGTH
+        learner: Any = Learner(config, job["prompts"] * SIZE / KEPT / limit if limit else 0.0)
+        collector = Collector(Rows(), engine or make_engine(job, groups), scorer, decode, config)
+        plan = Plan(job["prompts"], EarlyStopping(config.evaluation), colocated=False)
+        rest.look(0)
+        state = RunState(Budget(config.training))
+        await train(state, plan, collector, BatchBuilder(config), learner, rest, rest, rest, rest)
+    finally:
+        if cluster is not None:
+            await cluster.close()
+
+
+def speed(times: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:
+    """Samples a second but for the first step and the last, in which there is nothing more to sample, and processor
+    time of all."""
+    (began, *_, before), (ended, *_, after), samples = times[1], times[-2], times[-1][3]
+    cpu, loop = (times[-1][place] - times[0][place] for place in (1, 2))
+    return {
+        "samples_s": (after - before) / (ended - began),
+        "cpu_ms": 1000 * cpu / samples,
+        "loop_ms": 1000 * loop / samples,
+    }
+
+
 def carry(job: dict[str, Any], report: Report) -> None:
-    """A run of so many steps; what it carried in all but the first one."""
+    """A run of so many steps, and what it carried."""
     from transformers import AutoTokenizer
 
     folder = Path(job["folder"])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    template = PromptTemplate(DataConfig(train="none", template="plain"), AutoTokenizer.from_pretrained(job["tokenizer"]))
-    groups, config = make_groups(template), settings(job)
-    limit = job["gpus"] // 2 * job["rate"] / LENGTH  # samples a second of all engines
-    engine = {"memory": in_memory, "ray": over_ray}[job["transport"]](job, groups)
-    decode = template.decode if job["text"] == "driver" else lambda ids: ""
-    learner = Learner(config, job["prompts"] * SIZE / KEPT / limit if limit else 0.0)
-    collector = Collector(Rows(), engine, Scores(), decode, config)  # type: ignore[arg-type]
-    plan = Plan(job["prompts"], EarlyStopping(config.evaluation), colocated=False)
-    rest: Any = Rest(config, folder)
+    template = PromptTemplate(
+        DataConfig(train="none", template="plain"), AutoTokenizer.from_pretrained(job["tokenizer"])
+    )
+    config, rest = settings(job), Rest(settings(job), folder)
     profile = cProfile.Profile()
     if job["profile"]:
         profile.enable()
-    run = train(RunState(Budget(config.training)), plan, collector, BatchBuilder(config), learner, rest, rest, rest, rest)
-    asyncio.run(run)
+    asyncio.run(run_through(job, config, template, rest))
     profile.disable()
     if job["profile"]:
         with (folder.parent / "profile.txt").open("w") as text:
             pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(30)
-    (began, cpu, thread, before), (ended, cpu_end, thread_end, after) = rest.times[1], rest.times[-1]
-    wall, samples = ended - began, after - before
-    report.say(
-        "carried",
-        samples_s=samples / wall,
-        limit=limit,
-        cpu_ms=1000 * (cpu_end - cpu) / samples,
-        loop_ms=1000 * (thread_end - thread) / samples,
-    )
+    report.say("carried", limit=job["gpus"] // 2 * job["rate"] / LENGTH, **speed(rest.times))
     shutil.rmtree(folder)
 
 
