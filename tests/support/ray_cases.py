@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,3 +41,15 @@ async def fleet_of(
         return remote
 
     return Fleet([await make(number) for number in range(count)], make, tell, closed=cluster.leave)
+
+
+def workers() -> list[tuple[str, int]]:
+    """``(name, process)`` of the actors that are there."""
+    joined = Cluster.joined
+    return [] if joined is None else [(remote.name, remote.process) for remote in joined.actors]
+
+
+def kill(name: str) -> None:
+    """Its process, as a machine without memory would."""
+    [process] = [process for other, process in workers() if other == name]
+    os.kill(process, signal.SIGKILL)

@@ -39,13 +39,14 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All checks, what others need first. Loads torch."""
-    from dapo.checks import memory, model, rewards, rows, sampling, settings
+    from dapo.checks import cluster, memory, model, rewards, rows, sampling, settings
 
     return [
         Entry("settings", "recipe", settings.check_settings),
         Entry("files", "data", settings.check_files),
         Entry("run-folder", "machine", settings.check_run_folder),
         Entry("device", "machine", model.check_device),
+        Entry("cluster", "machine", cluster.check_cluster, 60.0),
         Entry("ahead", "recipe", settings.check_ahead),
         Entry("tokenizer", "model", model.check_tokenizer),
         Entry("architecture", "model", model.check_architecture, 60.0),

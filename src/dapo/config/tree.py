@@ -13,6 +13,7 @@ from dapo.config.composed_reward import MonitorConfig, RewardConfig
 from dapo.config.data import DataConfig
 from dapo.config.placement import conflicts_of_placement
 from dapo.config.reward import MathReward
+from dapo.config.runtime import RuntimeConfig
 from dapo.config.section import Problems, Section
 from dapo.util.escapes import eaten_in
 
@@ -30,7 +31,7 @@ class Config(Section):
     algorithm: sections.AlgorithmConfig = sections.AlgorithmConfig()
     training: sections.TrainingConfig = sections.TrainingConfig()
     evaluation: sections.EvaluationConfig = sections.EvaluationConfig()
-    runtime: sections.RuntimeConfig = sections.RuntimeConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
     run: sections.RunConfig = sections.RunConfig()
 
     @field_validator("reward", mode="before")

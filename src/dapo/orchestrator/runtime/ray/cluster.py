@@ -12,9 +12,6 @@ import os
 import signal
 import sys
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +20,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo.config import Config
-from dapo.config.sections import RoleConfig
+from dapo.config.placement import Bundle, bundles, shortages
 from dapo.errors import ConfigError
 from dapo.orchestrator.runtime.ray.handles import Remote
 from dapo.util.asynchronous import in_thread
@@ -33,27 +30,6 @@ START_SECONDS = 120.0
 CLOSE_SECONDS = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """What an actor gets. ``memory``: bytes."""
-
-    role: str
-    number: int
-    cpus: float
-    gpus: float
-    memory: float
-
-    @property
-    def resources(self) -> dict[str, float]:
-        found = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory}
-        return {name: amount for name, amount in found.items() if amount}
-
-    @property
-    def device(self) -> str:
-        """Of its actor, to whom Ray shows its own GPUs only."""
-        return "cuda" if self.gpus else "cpu"
-
-
 def in_worker(config: Config, bundle: Bundle) -> Config:
     """The recipe as it is inside of an actor: one process, with what the actor has."""
     threads = config.runtime.threads or max(1, int(bundle.cpus))
@@ -61,46 +37,12 @@ def in_worker(config: Config, bundle: Bundle) -> Config:
     return config.model_copy(update={"runtime": config.runtime.model_copy(update=inside)})
 
 
-def bundles(config: Config, gpus: bool) -> list[Bundle]:
-    """Of all actors that a recipe asks for. ``gpus``: whether the cluster has any."""
-    runtime = config.runtime
-    gpus = gpus and runtime.device != "cpu"
-    kinds = {config.reward.kind} | {one.kind for one in getattr(config.reward, "rewards", {}).values()}
-
-    def of(role: str, asked: RoleConfig, usual: float) -> Iterator[Bundle]:
-        each = (usual if gpus else 0.0) if asked.gpus is None else asked.gpus
-        for number in range(asked.workers):
-            yield Bundle(role, number, asked.cpus, each, int((asked.memory_gib or 0) * 2**30))
-
-    found = [*of("learner", runtime.learner, 1.0)]
-    if runtime.placement == "disaggregated":
-        found += of("engine", runtime.engine, float(config.rollout.tensor_parallel))
-    return [*found, *of("reward", runtime.reward, float("model" in kinds))]
-
-
-def shortages(wanted: Sequence[Bundle], nodes: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """What the cluster lacks; ``nodes``: the resources of each."""
-    units = {"CPU": ("cpus", "CPUs", 1.0), "GPU": ("gpus", "GPUs", 1.0), "memory": ("memory_gib", "GiB", 2.0**30)}
-    for name, (key, unit, size) in units.items():
-        need = {
-            role: sum(b.resources.get(name, 0.0) for b in wanted if b.role == role) for role in {b.role for b in wanted}
-        }
-        total, have = sum(need.values()) / size, sum(node.get(name, 0.0) for node in nodes) / size
-        if total > have + 1e-6:
-            by = ", ".join(f"{amount / size:g} for {role}" for role, amount in sorted(need.items()) if amount)
-            yield (
-                f"{total:g} {unit} are asked for ({by}) and the cluster has {have:g}; lower runtime.*.workers or "
-                f"runtime.*.{key}, or add nodes"
-            )
-    for bundle in {(b.role, *b.resources.items()): b for b in wanted}.values():
-        if not any(all(node.get(n, 0.0) >= amount for n, amount in bundle.resources.items()) for node in nodes):
-            asked = _told(bundle.resources)
-            yield f"no node has what one {bundle.role} worker asks for: {asked}; lower runtime.{bundle.role}"
-
-
-def _told(resources: Mapping[str, float]) -> str:
-    words = {"CPU": lambda n: f"{n:g} CPUs", "GPU": lambda n: f"{n:g} GPUs", "memory": lambda n: f"{n / 2**30:g} GiB"}
-    return ", ".join(words[name](amount) for name, amount in resources.items())
+def quiet() -> None:
+    """Keep Ray's own words out of the console; its logs have them."""
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        os.environ.setdefault(name, "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None  # what no setting turns off
 
 
 class Cluster:
@@ -112,7 +54,7 @@ class Cluster:
         self._config = config
         self._started, self._users = False, 0
         self._group: Any = None
-        self._actors: list[Any] = []
+        self.actors: list[Any] = []
         self.bundles: list[Bundle] = []
 
     @classmethod
@@ -155,10 +97,7 @@ class Cluster:
 
     def _init(self) -> None:
         address = self._config.runtime.address
-        for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
-            os.environ.setdefault(name, "0")
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        ray._private.worker.print_to_stdstream = lambda *_, **__: None  # its log has it; no setting turns it off
+        quiet()
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
         if address is None:
             asked = sum(bundle.cpus for bundle in bundles(self._config, False))
@@ -179,7 +118,7 @@ class Cluster:
         options = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "memory": bundle.memory or None}
         made = ray.remote(kind).options(scheduling_strategy=place, max_concurrency=10_000, **options)
         remote = Remote(made.remote(str(Path.cwd()), sys.path), f"{bundle.role} {bundle.number}")
-        self._actors.append(remote)
+        self.actors.append(remote)
         await remote.locate()
         return remote
 
@@ -188,7 +127,7 @@ class Cluster:
         await asyncio.wait_for(in_thread(self._close), CLOSE_SECONDS)
 
     def _close(self) -> None:
-        for remote in self._actors:
+        for remote in self.actors:
             remote.kill()
         if self._group is not None and ray.is_initialized():
             remove_placement_group(self._group)
@@ -204,12 +143,3 @@ def nodes_of() -> list[dict[str, float]]:
 def log_folder() -> str:
     """Of what the processes of this run print."""
     return f"{ray._private.worker.global_worker.node.get_session_dir_path()}/logs"
-
-
-def nodes_told() -> str:
-    """Of how many nodes, with what."""
-    total: Counter[str] = Counter()
-    nodes = nodes_of()
-    for node in nodes:
-        total.update({name: node.get(name, 0.0) for name in ("CPU", "GPU")})
-    return f"{len(nodes)} node{'s' * (len(nodes) > 1)} with {total['CPU']:g} CPUs and {total['GPU']:g} GPUs"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+
 from dapo.algorithm.kl import AdaptiveKL
-from dapo.config.placement import shards
+from dapo.config.placement import Bundle, shards
 from dapo.errors import ConfigError
 from dapo.model.adapters import find_adapter
 from dapo.model.loading import stop_token_ids
@@ -14,7 +15,7 @@ from dapo.orchestrator.build import Setup
 from dapo.orchestrator.inputs import model_elsewhere
 from dapo.orchestrator.runtime.placed import Placed
 from dapo.orchestrator.runtime.ray.actors import Worker
-from dapo.orchestrator.runtime.ray.cluster import Bundle, Cluster, in_worker
+from dapo.orchestrator.runtime.ray.cluster import Cluster, in_worker
 from dapo.orchestrator.runtime.ray.fleet import Fleet
 from dapo.orchestrator.runtime.ray.handles import GoneError, Packer, Rank, Remote
 from dapo.orchestrator.runtime.ray.weights import RaySync
@@ -51,8 +52,13 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
     learner = RankedLearner([Rank(worker, packer) for worker in workers], kl)
     adapted = find_adapter(config.model.path) is not None
     sharded = shards(config) and (config.runtime.learner.sharded or not adapted)
-    how = {"sharded": sharded, "cpu_offload": config.runtime.learner.cpu_offload, "objective": overrides.objective}
-    await learner.start(workers[0].node, in_worker(config, learners[0]), **how)
+    await learner.start(
+        workers[0].node,
+        in_worker(config, learners[0]),
+        sharded=sharded,
+        cpu_offload=config.runtime.learner.cpu_offload,
+        objective=overrides.objective,
+    )
     model = model_elsewhere(config)
     stop_ids = stop_token_ids(model, setup.tokenizer, config.rollout.stop_token_ids)
     longest = sorted(setup.heldout, key=lambda prompt: len(prompt.token_ids))[-1:]
@@ -73,5 +79,9 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
         found = [await engine_in(*pair) for pair in zip(workers, learners, strict=True)]  # a whole model at a time
         fleet = Fleet(found, None, tell, None, config.runtime.deterministic, cluster.leave)
     for number, worker in enumerate(workers):
-        fleet.watch(worker, lambda error, n=number: RankError(f"rank {n} of {len(workers)} failed: {error}"))
+        fleet.watch(worker, partial(_of_rank, number, len(workers)))
     return Placed(learner, fleet, None, sync, model, stop_ids, learner.built.fingerprint)
+
+
+def _of_rank(number: int, size: int, error: GoneError) -> RankError:
+    return RankError(f"rank {number} of {size} failed: {error}")

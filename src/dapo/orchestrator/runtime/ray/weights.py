@@ -110,8 +110,9 @@ class RaySync:
     def __init__(self) -> None:
         self._updates = 0  # as of the weights that engines have
 
-    async def push(self, learner: RankedLearner, fleet: Fleet) -> None:
+    async def push(self, learner: Any, engine: Any) -> None:
         """Every engine that is there has the weights, or is replaced by one that gets them."""
+        fleet: Fleet = engine
         async with fleet.changing() as change:
             version, reached = await learner.call("hand_over", change.actors)
             self._updates = learner.facts.updates

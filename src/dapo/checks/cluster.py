@@ -1,0 +1,59 @@
+"""Whether a cluster has what a recipe asks for."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+from dapo.checks.context import CheckContext, Finding
+from dapo.config.placement import Bundle, bundles, shortages, told_of
+from dapo.errors import extra, first_line
+
+
+def check_cluster(context: CheckContext) -> Iterator[Finding]:
+    config = context.config
+    if config.runtime.kind != "ray":
+        return
+    with extra("ray", "runtime.kind=ray"):
+        import ray
+    address, here = config.runtime.address, "this machine"
+    if address is None:
+        nodes = [_this_machine()]
+    else:
+        here = f"the Ray cluster at {address}"
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        except Exception as error:
+            yield Finding(
+                "machine", "cluster", "fail", f"{here} does not answer: {first_line(error)}", "ray start --head"
+            )
+            return
+        finally:
+            ray.shutdown()
+    wanted = bundles(config, any(node.get("GPU") for node in nodes))
+    cpus = sum(bundle.cpus for bundle in wanted)
+    if address is None and cpus > nodes[0]["CPU"]:  # the run starts Ray with as many: workers share the cores
+        yield Finding(
+            "machine", "cluster", "warn", f"{cpus:g} CPUs are asked for, and this machine has {nodes[0]['CPU']:g}"
+        )
+        nodes[0]["CPU"] = cpus
+    short = list(shortages(wanted, nodes))
+    for line in short:
+        what, _, fix = line.partition("; ")
+        yield Finding("machine", "cluster", "fail", f"{here}: {what}", fix)
+    if not short:
+        yield Finding("machine", "cluster", "pass", f"{here}: {told_of(nodes)}, for {_told(wanted)}")
+
+
+def _this_machine() -> dict[str, float]:
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count()), "memory": float(memory)}
+
+
+def _told(wanted: list[Bundle]) -> str:
+    counts = Counter(bundle.role for bundle in wanted)
+    return ", ".join(f"{count} {role} worker{'s' * (count > 1)}" for role, count in counts.items())

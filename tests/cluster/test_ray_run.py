@@ -1,0 +1,77 @@
+"""Whole runs on a real Ray: the same steps as in one process, also when workers are killed, and on other numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ray_cases
+import run_cases as cases
+from dapo.errors import ConfigError
+from dapo.observe.run_folder import RunFolder
+from dapo.training.parallel.front import RankError
+
+APART = {"runtime.kind": "ray", "runtime.placement": "disaggregated", "runtime.learner.workers": 2,
+         "runtime.engine.workers": 2, "runtime.reward.workers": 2}  # fmt: skip
+FLOATS = ("loss", "grad_norm", "reward/mean", "response_length/mean", "entropy")
+pytestmark = pytest.mark.usefixtures("ray_here")
+
+
+def train(
+    folder: Path, tiny: Path, changes: dict[str, Any], kill: tuple[str, ...] = (), **given: Any
+) -> cases.Recorder:
+    """Steps; after the second one the workers ``kill`` are killed."""
+
+    def on_step(step: int) -> None:
+        if step == 2:
+            for name in kill:
+                ray_cases.kill(name)
+
+    heard = cases.Recorder(on_step)
+    cases.run(folder, {"model.path": str(tiny), "training.steps": 4} | changes, heard, **({"model": None} | given))
+    return heard
+
+
+def assert_same(steps: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """But for the order of additions over ranks."""
+    assert len(steps) == len(others)
+    for one, other in zip(steps, others, strict=True):
+        names = [name for name in FLOATS if name in one]
+        assert len(names) > 2
+        assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-4, abs=1e-5)
+
+
+def test_a_run_is_that_of_one_process_though_engines_and_rewards_die(tiny: Path, tmp_path: Path) -> None:
+    folder, alone = tmp_path / "run", tmp_path / "alone"
+    train(alone, tiny, {})
+    heard = train(folder, tiny, APART, ("engine 1", "reward 0"))
+    told = "\n".join(heard.warnings)
+    assert re.search(r"engine 1 \(process \d+ on .*\) ended: .*and it is replaced", told)
+    assert re.search(r"reward 0 \(process \d+ on .*\) ended: .*and it is replaced", told)
+    assert_same(cases.steps_of(folder), cases.steps_of(alone))
+    assert ray_cases.workers() == []
+
+
+def test_a_rank_that_is_killed_ends_the_run_which_goes_on_elsewhere(tiny: Path, tmp_path: Path) -> None:
+    """Beside its engine on two workers; then on three, and in one process."""
+    folder, alone = tmp_path / "run", tmp_path / "alone"
+    same = {"runtime.deterministic": False, "algorithm.filter_groups.enable": False, "run.save_every": 1}
+    together = same | {"runtime.kind": "ray", "runtime.learner.workers": 2}
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed.*learner 1 \(process \d+ on .*\) ended: .*killed"):
+        train(folder, tiny, together, ("learner 1",))
+    assert ray_cases.workers() == [] and len(cases.steps_of(folder)) == 2
+    more = together | {"runtime.learner.workers": 3, "training.steps": 3}
+    train(folder, tiny, more, resume=RunFolder(folder))
+    train(folder, tiny, same, resume=RunFolder(folder))
+    train(alone, tiny, same)
+    assert_same(cases.steps_of(folder), cases.steps_of(alone))
+
+
+def test_what_the_cluster_lacks_is_said_before_anything_is_loaded(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"64 CPUs are asked for \(64 for learner\) and the cluster has 16; lower"):
+        train(tmp_path / "run", tiny, {"runtime.kind": "ray", "runtime.learner.workers": 64})
+    with pytest.raises(ConfigError, match=r"with runtime\.kind=ray its workers load it from a folder"):
+        train(tmp_path / "run", tiny, {"runtime.kind": "ray"}, model=cases.tiny_model())
