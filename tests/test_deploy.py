@@ -41,7 +41,14 @@ def test_a_container_has_extras_that_exist(file: Path) -> None:
     known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
     assert extras <= set(known) and {"ray", "resources"} <= extras
     instructions = re.findall(r"^([A-Z]+) ", text, re.MULTILINE)
-    assert instructions[0] == "FROM" and set(instructions) <= set(
-        ["FROM", "RUN", "COPY", "USER", "WORKDIR", "ENV", "ENTRYPOINT", "CMD"]
-    )
+    assert instructions[0] == "FROM" and set(instructions) <= {
+        "FROM",
+        "RUN",
+        "COPY",
+        "USER",
+        "WORKDIR",
+        "ENV",
+        "ENTRYPOINT",
+        "CMD",
+    }
     assert f"docker build -f docker/{file.name}" in text
