@@ -93,6 +93,8 @@ groups/stale               | groups       | good groups that became too old and 
 groups/unfinished          | groups       | if S >= 1: draws that went on when the batch was handed out
 samples/continued          | samples      | if S >= 1: of draws finished in the step, with tokens of several versions
 samples/restarted          | samples      | if S >= 1: begun again under newer weights
+engines/replaced           | count        | if runtime.kind=ray: engines that died, since the run was started
+engines/asked_again        | samples      | unfinished ones of these, which others were asked for
 draws/{}                   | groups       | if S >= 1: since the run began, produced and what became of them (its sum)
 groups/share_all_right     | share        | groups/all_right over the groups that were scored (Fig. 3b)
 groups/share_all_wrong     | share        | groups/all_wrong over the groups that were scored

@@ -63,6 +63,7 @@ class Roles:
             "updates/total": learner.updates,
             "epoch": self.source.epoch,
         }
+        found |= self.placed.counts()
         if self.placed.limits is not None:
             found |= self.placed.limits.shares(step.rollout, step.reports, step.seconds)
         if self.builder.config.algorithm.kl.mode in ("loss", "reward"):

@@ -26,6 +26,7 @@ class Placed:
         stop_ids: tokens that end a response.
         fingerprint: of the model as it was loaded (:func:`dapo.model.fingerprint.fingerprint_model`).
         limits: what the learner's card can do, if that is known.
+        counts: metrics of the placement so far.
     """
 
     learner: Learner
@@ -36,3 +37,4 @@ class Placed:
     stop_ids: Sequence[int]
     fingerprint: Mapping[str, Any]
     limits: CardLimits | None = None
+    counts: Callable[[], Mapping[str, float]] = dict

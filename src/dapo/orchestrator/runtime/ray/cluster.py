@@ -39,8 +39,8 @@ def in_worker(config: Config, bundle: Bundle) -> Config:
 
 def quiet() -> None:
     """Keep Ray's own words out of the console; its logs have them."""
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
-        os.environ.setdefault(name, "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # who has no GPU sees none
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray._private.worker.print_to_stdstream = lambda *_, **__: None  # what no setting turns off
 
@@ -98,12 +98,13 @@ class Cluster:
     def _init(self) -> None:
         address = self._config.runtime.address
         quiet()
-        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
+        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if address is None:
             asked = sum(bundle.cpus for bundle in bundles(self._config, False))
-            options["num_cpus"] = max(os.cpu_count() or 1, math.ceil(asked))  # they share what there is
+            # they share what there is
+            options |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(asked)), "include_dashboard": False}
         try:
-            ray.init(address=address or "local", **({} if address else options))
+            ray.init(address=address or "local", **options)
         except Exception as error:
             what = f"no Ray cluster at {address}" if address else "Ray could not be started"
             raise ConfigError(f"runtime.address: {what}: {str(error).strip().splitlines()[0]}") from None

@@ -127,6 +127,10 @@ class Fleet:
         """Of all engines together, so far."""
         return sum(seat.decode_steps for seat in self._seats)
 
+    def counts(self) -> dict[str, float]:
+        """As metrics."""
+        return {"engines/replaced": self.replaced, "engines/asked_again": self.asked_again}
+
     @property
     def about(self) -> str:
         return f"{len(self._seats)} engines: {', '.join(str(seat.remote) for seat in self._seats)}"

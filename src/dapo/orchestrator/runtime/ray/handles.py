@@ -73,7 +73,7 @@ def why_gone(error: RayError) -> str:
         return "was ended"
     if detail := re.search(r"exception in the actor.s constructor|creation task", text):
         return f"could not be started: {detail.string.strip().splitlines()[-1]}"
-    return "ended: it was killed, by hand or for its memory, or crashed"
+    return "ended: it or its node was killed, by hand or for its memory, or crashed"
 
 
 class Packer:

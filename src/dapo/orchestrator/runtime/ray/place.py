@@ -44,25 +44,11 @@ async def place_on_ray(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], objec
 
 async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], cluster: Cluster) -> Placed:
     config, overrides = setup.config, setup.overrides
-    learners, engines = cluster.of("learner"), cluster.of("engine")
-    workers = await asyncio.gather(*(cluster.actor(Worker, bundle) for bundle in learners))
-    for number, (worker, bundle) in enumerate(zip(workers, learners, strict=True)):
-        await worker.call("make_rank", number, len(workers), bundle.device)
-    packer = Packer()
-    learner = RankedLearner([Rank(worker, packer) for worker in workers], kl)
-    adapted = find_adapter(config.model.path) is not None
-    sharded = shards(config) and (config.runtime.learner.sharded or not adapted)
-    await learner.start(
-        workers[0].node,
-        in_worker(config, learners[0]),
-        sharded=sharded,
-        cpu_offload=config.runtime.learner.cpu_offload,
-        objective=overrides.objective,
-    )
     model = model_elsewhere(config)
     stop_ids = stop_token_ids(model, setup.tokenizer, config.rollout.stop_token_ids)
     longest = sorted(setup.heldout, key=lambda prompt: len(prompt.token_ids))[-1:]
     given = setup.template, longest, overrides.engine, stop_ids
+    engines = cluster.of("engine")
 
     async def engine_in(worker: Remote, bundle: Bundle) -> Remote:
         await worker.call("make_engine", in_worker(config, bundle), *given)
@@ -71,16 +57,34 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
     async def another(number: int) -> Remote:
         return await engine_in(await cluster.actor(Worker, engines[number]), engines[number])
 
-    sync = RaySync()
+    (learner, workers), *found = await asyncio.gather(_learner(setup, kl, cluster), *map(another, range(len(engines))))
+    sync, in_turn = RaySync(), config.runtime.deterministic
     if engines:
-        found = await asyncio.gather(*map(another, range(len(engines))))
-        fleet = Fleet(found, another, tell, partial(sync.give, learner), config.runtime.deterministic, cluster.leave)
-    else:
-        found = [await engine_in(*pair) for pair in zip(workers, learners, strict=True)]  # a whole model at a time
-        fleet = Fleet(found, None, tell, None, config.runtime.deterministic, cluster.leave)
+        fleet = Fleet(found, another, tell, partial(sync.give, learner), in_turn, cluster.leave)
+    else:  # a whole model in main memory at a time
+        found = [await engine_in(*pair) for pair in zip(workers, cluster.of("learner"), strict=True)]
+        fleet = Fleet(found, None, tell, None, in_turn, cluster.leave)
     for number, worker in enumerate(workers):
         fleet.watch(worker, partial(_of_rank, number, len(workers)))
-    return Placed(learner, fleet, None, sync, model, stop_ids, learner.built.fingerprint)
+    return Placed(learner, fleet, None, sync, model, stop_ids, learner.built.fingerprint, counts=fleet.counts)
+
+
+async def _learner(setup: Setup, kl: AdaptiveKL, cluster: Cluster) -> tuple[RankedLearner, list[Remote]]:
+    config, bundles = setup.config, cluster.of("learner")
+    workers = await asyncio.gather(*(cluster.actor(Worker, bundle) for bundle in bundles))
+    for number, (worker, bundle) in enumerate(zip(workers, bundles, strict=True)):
+        await worker.call("make_rank", number, len(workers), "cuda:0" if bundle.gpus else "cpu")
+    packer = Packer()
+    learner = RankedLearner([Rank(worker, packer) for worker in workers], kl)
+    adapted = find_adapter(config.model.path) is not None
+    await learner.start(
+        workers[0].node,
+        in_worker(config, bundles[0]),
+        sharded=shards(config) and (config.runtime.learner.sharded or not adapted),
+        cpu_offload=config.runtime.learner.cpu_offload,
+        objective=setup.overrides.objective,
+    )
+    return learner, workers
 
 
 def _of_rank(number: int, size: int, error: GoneError) -> RankError:
