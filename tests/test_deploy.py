@@ -12,6 +12,7 @@ import yaml
 from dapo.config import load_config
 
 ROOT = Path(__file__).parents[1]
+KNOWN = {"FROM", "RUN", "COPY", "USER", "WORKDIR", "ENV", "ENTRYPOINT", "CMD"}
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 
 

@@ -1,8 +1,8 @@
 """What a run uses on every node of a Ray cluster: a small actor on each looks at the run's processes there.
 
-Consumes: which processes the run has. Produces: lines as of ``observe/resources.py``, each with its node as ``host``: one
-of the node itself (GPUs, network, how much of its memory is taken) and one for each role there. Waits for nodes that do
-not answer for a second or two; they are left out of that look, and so is one that is gone.
+Consumes: which processes the run has. Produces: lines as of ``observe/resources.py``, each with its node as ``host``:
+one of the node itself (GPUs, network, how much of its memory is taken) and one for each role there. Waits two seconds at
+most; a node that has not answered then, or is gone, is left out of that look.
 """
 
 from __future__ import annotations
