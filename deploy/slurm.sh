@@ -20,11 +20,11 @@ shift 2
 port=$((20000 + SLURM_JOB_ID % 20000))
 address=$(hostname --ip-address | awk '{print $1}'):$port # this script runs on the first node
 begun=$(mktemp)
-export RAY_USAGE_STATS_ENABLED=0
+export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token # the token is ~/.ray/auth_token, in the home that all nodes share
+[ -e ~/.ray/auth_token ] || ray get-auth-token --generate >/dev/null
 
 ray start --head --node-ip-address="${address%:*}" --port="$port" --num-cpus="$SLURM_CPUS_PER_TASK" \
-  --num-gpus="$SLURM_GPUS_ON_NODE" --include-dashboard=false
-trap 'ray stop --grace-period 20 >/dev/null 2>&1 || true' EXIT
+  --num-gpus="$SLURM_GPUS_ON_NODE" --include-dashboard=false # ended with the job, as all of its processes are
 if [ "$SLURM_NNODES" -gt 1 ]; then
   srun --overlap --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$(hostname -s)" \
     ray start --address="$address" --num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="$SLURM_GPUS_ON_NODE" --block &
