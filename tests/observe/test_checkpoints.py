@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from dapo.algorithm.kl import AdaptiveKL
 from dapo.commands.inspect.run_report import facts
 from dapo.commands.train import _where_it_goes_on
 from dapo.config import EvaluationConfig
@@ -43,6 +44,7 @@ from dapo.orchestrator.run_state import RunState
 from dapo.orchestrator.step_state import StepState
 from dapo.training import checkpoint
 from dapo.training.checkpoint import load_tensors, save_tensors
+from dapo.training.learner import LocalLearner
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.training.trainer import Trainer
 from dapo.util.files import write_json
@@ -454,7 +456,8 @@ def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path:
     assert expected_bytes(trainer) == 12 * count  # before the first update too
     folder, best = RunFolder(tmp_path), EarlyStopping(EvaluationConfig())
     config = config_for(tmp_path, {"run.stop_within_s": 100})
-    models = ModelWriter(folder, trainer, TOKENIZER, print)
+    learner = LocalLearner(trainer, config, AdaptiveKL(0.0, None, 1))
+    models = ModelWriter(folder, learner, TOKENIZER, print)
     checkpointer = Checkpointer(folder, config.run, RunState(Budget(config.training)), best, {}, models, Shutdown())
     assert checkpointer.seconds_to_save == pytest.approx(3 * 12 * count / 100e6 + 2)
     checkpointer._writer.longest_s = 7.0

@@ -367,7 +367,7 @@ def test_an_update_is_made_once_however_often_it_is_asked_for_and_though_its_cal
             await learner.update(0, 3, other, step)
 
     asyncio.run(ask())
-    learner.close()
+    asyncio.run(learner.close())
 
 
 def test_a_learner_goes_on_from_what_it_saved(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_a_learner_goes_on_from_what_it_saved(tmp_path: Path) -> None:
 
     async def go_on() -> None:
         await learner.update(0, 0, minis[0], step)
-        await learner.save(tmp_path)
+        (await learner.snapshot()).write(tmp_path, ())
         await other.load(tmp_path)
         await other.update(0, 1, minis[1], Step([*step.reports]))
         await learner.update(0, 1, minis[1], step)
@@ -385,5 +385,5 @@ def test_a_learner_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     asyncio.run(go_on())
     weights = [torch.cat([t.flatten() for _, t in each.publish()[1]]) for each in (learner, other)]
     assert torch.equal(*weights) and learner.version == other.version == 1
-    learner.close()
-    other.close()
+    asyncio.run(learner.close())
+    asyncio.run(other.close())

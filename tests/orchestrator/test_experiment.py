@@ -194,7 +194,7 @@ def test_evaluations_have_an_engine_of_their_own_only_beside_sampling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Staleness without sampling ahead takes turns: a second engine would only take memory."""
-    monkeypatch.delattr("dapo.orchestrator.build.evaluation_engine")  # calling it is an error
+    monkeypatch.delattr("dapo.orchestrator.runtime.local.evaluation_engine")  # calling it is an error
     changes = ASYNCHRONOUS | {"rollout.ahead": 0, "evaluation.while_sampling": "copy", "training.steps": 1}
     run(tmp_path / "run", changes, listener := Recorder(), heldout=PROMPTS[:2])
     assert any(text.startswith("evaluation.while_sampling=copy: has no effect") for text in listener.warnings)
@@ -745,7 +745,7 @@ def test_what_needs_no_weights_is_refused_before_they_are_loaded(
     changes: dict[str, Any], reward: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr("dapo.orchestrator.build.load_trainable", lambda *_: loaded.append("the model"))
+    monkeypatch.setattr("dapo.orchestrator.runtime.local.load_trainable", lambda *_: loaded.append("the model"))
     monkeypatch.setattr("dapo.training.lora.load_model", lambda *_, **__: loaded.append("the weights"))
     monkeypatch.chdir(tmp_path)
     settings = {"model.path": saved_model(tmp_path / "model"), "model.compute_dtype": "float32"} | changes
@@ -1105,9 +1105,9 @@ def test_settings_of_the_compiler_hold_in_the_threads_that_compile(
     noted(Decoder, "step")
     load = Experiment.load
 
-    def raises_the_limit(self: Experiment) -> None:  # as compiling layers does, once the model is loaded
+    def raises_the_limit(self: Experiment, wait: Any) -> None:  # as compiling layers does, once the model is loaded
         dynamo.recompile_limit = 77
-        load(self)
+        load(self, wait)
 
     monkeypatch.setattr(Experiment, "load", raises_the_limit)
 

@@ -247,7 +247,7 @@ def test_a_preference_stage_is_a_batch_an_objective_and_the_same_learner() -> No
         return step.reports
 
     reports = asyncio.run(epochs(8))
-    learner.close()
+    asyncio.run(learner.close())
     right = [total / count for total, count in (report.statistics["objective/right"] for report in reports)]
     assert reports[0].loss == pytest.approx(np.log(2), abs=1e-6)  # the reference is the policy itself
     assert np.mean(right[-3:]) == 1 and all(report.loss < 0.4 for report in reports[-3:])

@@ -29,8 +29,9 @@ from typer.testing import CliRunner
 from dapo.commands import app
 from dapo.errors import ConfigError, StarvedError, UserError
 from dapo.evaluation.early_stopping import EarlyStopping
+from dapo.model.fingerprint import fingerprint_model
 from dapo.observe.checkpoints import MANIFEST, CheckpointId, Checkpoints, _describe
-from dapo.observe.fingerprint import fingerprint_model, fingerprint_prompts, fingerprint_tokenizer
+from dapo.observe.fingerprint import fingerprint_prompts, fingerprint_tokenizer
 from dapo.observe.metrics import read_metrics
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import TokenArrays

@@ -208,14 +208,14 @@ def test_a_learner_that_goes_on_inside_a_step_ends_with_the_same_weights(tmp_pat
         first, second = (await learner.annotate(batch_of())).minibatches(2)
         step = Step()
         await learner.update(0, 0, first, step)
-        await learner.save(tmp_path)
+        (await learner.snapshot()).write(tmp_path, ())
         await learner.update(0, 1, second, step)
         await resumed.load(tmp_path)
         await resumed.update(0, 1, second, Step(step.reports[:1]))
 
     asyncio.run(twice())
-    learner.close()
-    resumed.close()
+    asyncio.run(learner.close())
+    asyncio.run(resumed.close())
     assert torch.equal(weights_of(resumed.trainer), weights_of(trainer))
 
 

@@ -21,6 +21,7 @@ from dapo.training.parallel.front import RankDied, RankedLearner, RankError
 from dapo.training.parallel.worker import Facts, PeerLostError
 from dapo.training.trainer import Trainer
 from dapo.training.update_report import UpdateReport
+from dapo.util.asynchronous import in_thread
 from helpers import random_model
 from rank_cases import WaitingWorker
 from rank_processes import RankProcess
@@ -100,13 +101,15 @@ def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
 
         with pytest.raises(ValueError, match="update 3 of a step of which 2 were made"):
             await learner.update(1, 3, mini, step)
-        await learner.save(tmp_path / "checkpoint")
+        taken = await learner.snapshot()
+        await in_thread(taken.write, tmp_path / "checkpoint", (1,))
         await learner.load(tmp_path / "checkpoint")
         assert await learner.call("published") == 1 and learner.version == 1
 
+        taken = await learner.snapshot()
         with pytest.raises(FileExistsError, match=r"rank 0: .*checkpoint/model exists"):  # of all, and they go on
-            await learner.save(tmp_path / "checkpoint")
-        await asyncio.gather(learner.save(tmp_path / "more"), learner.call("published"))  # one after the other
+            await in_thread(taken.write, tmp_path / "checkpoint", (1,))
+        await asyncio.gather(in_thread(taken.write, tmp_path / "more", ()), learner.call("published"))
 
         begun = asyncio.ensure_future(learner.call("wait", 60.0))  # rank 0 waits for rank 1, which sleeps
         await asyncio.sleep(0.5)
@@ -190,7 +193,7 @@ def test_what_every_rank_raises_ends_no_rank():
 def test_ranks_that_cannot_meet_are_ended():
     ranks = [Fake(OSError("the port is taken")), Fake(None)]
     with pytest.raises(RankError, match="rank 0 of 2 failed in open: the port is taken"):
-        asyncio.run(RankedLearner(ranks, AdaptiveKL(0.0, None, 1)).start("localhost"))
+        asyncio.run(RankedLearner(ranks, AdaptiveKL(0.0, None, 1)).start("localhost", config_of("none")))
     assert all(rank.ended for rank in ranks) and ranks[1].calls == 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,19 @@ def export_model(
     write_description(model, folder, model.dtype if dtype is None or weights is None else dtype, stop_ids)
 
 
-def write_description(model: Any, folder: Path, dtype: torch.dtype, stop_ids: Sequence[int] = ()) -> None:
+def is_tied(model: Any) -> bool:
+    """Whether embedding and head are one: a head of its own may be there against what the config says."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def write_description(
+    model: Any, folder: Path, dtype: torch.dtype, stop_ids: Sequence[int] = (), tied: bool | None = None
+) -> None:
     """All but the weights, which are in ``dtype``. ``folder``: with the config.json that Transformers makes of
-    ``model``, or with that of its adapter."""
+    ``model``, or with that of its adapter. ``tied``: :func:`is_tied`, if it cannot be told now."""
     source = source_folder(model.config.name_or_path)
     if not has_adapter(model):
-        # a head of its own may be there against what the config says
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        tied = is_tied(model) if tied is None else tied
         _complete_config(folder / "config.json", source, {"dtype": str(dtype)[6:], "tie_word_embeddings": tied})
         if source and "auto_map" in _read(folder / "config.json"):
             for path in (path for pattern in _CODE for path in source.glob(pattern)):
@@ -72,19 +78,25 @@ def write_description(model: Any, folder: Path, dtype: torch.dtype, stop_ids: Se
     write_json(folder / "generation_config.json", generation)
 
 
-def rounded_back(model: Any, before: Path, dtype: torch.dtype) -> float:
-    """Of the weights of ``model`` that are other ones than in the folder ``before``, the share that are the same again
-    in ``dtype``: small steps are lost between its numbers."""
-    weights = model.state_dict()
+def rounded_back(
+    weights: Mapping[str, torch.Tensor],
+    before: Path,
+    dtype: torch.dtype,
+    rows: Callable[[str, int], slice] | None = None,
+) -> tuple[int, int]:
+    """Numbers of weights that are the same again in ``dtype`` as in the folder ``before``, and that are other ones than
+    there. ``rows``: of name and number of rows, those that ``weights`` are; None: all."""
     moved = lost = 0
     for file in sorted(before.glob("*.safetensors")):
         with safe_open(file, "pt") as stored:
             for name in weights.keys() & stored.keys():
-                now, then = weights[name].detach().cpu(), stored.get_tensor(name)
+                part = stored.get_slice(name)
+                then = part[rows(name, part.get_shape()[0])] if rows else stored.get_tensor(name)
+                now = weights[name].detach().cpu()
                 changed = now != then.to(now.dtype)
                 moved += int(changed.sum())
                 lost += int((changed & (now.to(dtype) == then.to(dtype))).sum())
-    return lost / moved if moved else 0.0
+    return lost, moved
 
 
 def _in_type(model: Any, dtype: torch.dtype | None, exact: bool) -> dict[str, torch.Tensor] | None:

@@ -122,13 +122,13 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, dev
         if names:
             what = kind.removesuffix("_keys")
             raise ModelError(f"model {path}: {len(names)} {what} weights, such as {names[0]}; is this its config.json?")
-    model.source_dtype = config.dtype or _dtype_on_disk(path)
+    model.source_dtype = config.dtype or dtype_on_disk(path)
     if has_adapter(model):  # Transformers puts on one that it finds on the hub, of any kind
         raise ModelError(f"model {path}: is an adapter on the hub; download it and name its folder")
     return model
 
 
-def _dtype_on_disk(path: str) -> torch.dtype:
+def dtype_on_disk(path: str) -> torch.dtype:
     """Type of the weights of a model whose config does not state it: that of the first, as Transformers takes it."""
     from safetensors import safe_open
 

@@ -45,11 +45,16 @@ def engine_device(config: Config) -> torch.device:
     return learner if shared else torch.device("cuda", place)
 
 
+def apart(config: Config) -> bool:
+    """Whether engine and learner have devices of their own."""
+    return engine_device(config) != device_of(config)
+
+
 def take_turns(config: Config) -> bool:
     """Whether engine and learner take turns, each with the memory of the other: on one GPU, or on-policy on one CPU."""
-    device, ours = engine_device(config), config.rollout.engine in ("native", "vllm")
-    shared = device == device_of(config)
-    return shared and (config.rollout.max_staleness == 0 or (ours and device.type == "cuda"))
+    ours = config.rollout.engine in ("native", "vllm")
+    on_gpu = device_of(config).type == "cuda"
+    return not apart(config) and (config.rollout.max_staleness == 0 or (ours and on_gpu))
 
 
 def cache_bytes(config: Config) -> int | None:

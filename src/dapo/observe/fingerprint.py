@@ -11,29 +11,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dapo.config import ComposeReward, Config
 from dapo.config.user_parts import own_parts
 from dapo.errors import UserError
+from dapo.model.fingerprint import short_hash
 from dapo.observe.progress import Listener
 from dapo.records import Prompt
 from dapo.util.differences import Difference, differences
 from dapo.util.files import plain, read_json
 
-_ALL_UP_TO = 2**28  # weights that are hashed one and all; of larger models evenly spaced ones, so that it takes seconds
-
 
 def fingerprint(
     config: Config,
-    model: Any,
+    of_model: Mapping[str, Any],
     tokenizer: Any,
     train: Mapping[str, Any],
     prompt: Prompt,
     heldout: Sequence[Prompt],
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All that a run starts from. ``train``: fingerprint of the training rows. ``prompt``: the first one to train on.
+    """All that a run starts from. ``of_model``: :func:`~dapo.model.fingerprint.fingerprint_model`.
+    ``train``: fingerprint of the training rows. ``prompt``: the first one to train on.
     ``given``: what was passed from Python in place of the recipe's ``reward`` and ``_OWN``, and beside its
     trackers and metrics."""
     parts = own_parts(config)
@@ -44,35 +42,14 @@ def fingerprint(
         several |= {str(name): _of_part("", one) for name, one in given.get(key, {}).items()}
         own |= {key: several} if several else {}
     return {
-        "device": next(model.parameters()).device.type,
-        "model": fingerprint_model(model),
+        **of_model,
         "tokenizer": fingerprint_tokenizer(tokenizer),
-        "prompts": _hash([one.token_ids for one in (prompt, *heldout)]),
-        "prompt": _hash(prompt.token_ids),
+        "prompts": short_hash([one.token_ids for one in (prompt, *heldout)]),
+        "prompt": short_hash(prompt.token_ids),
         "data.train": train,
         "evaluation.data": fingerprint_prompts(heldout),
         "reward": fingerprint_reward(config, given.get("reward")),
         **own,
-    }
-
-
-def fingerprint_model(model: Any) -> dict[str, Any]:
-    parameters = list(model.named_parameters())
-    total = sum(p.numel() for _, p in parameters)
-    stride = max(1, -(-total // _ALL_UP_TO))
-    digest = hashlib.sha256()
-    for name, parameter in parameters:
-        values = parameter.detach().reshape(-1)[::stride].to("cpu", torch.float32).contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(values.numpy().tobytes())
-    stop = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    settings = model.config.to_diff_dict().items()  # what changes the numbers that a model computes
-    ignored = ("transformers_version", "dtype", "torch_dtype", "architectures")
-    return {
-        "type": model.config.model_type,
-        "parameters": total,
-        "weights": digest.hexdigest()[:16],
-        "config": _hash([sorted((k, str(v)) for k, v in settings if not k.startswith("_") and k not in ignored), stop]),
     }
 
 
@@ -81,11 +58,11 @@ def fingerprint_tokenizer(tokenizer: Any) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)  # merges, normalizer and all
     known = vocabulary if backend is None else backend.to_str()
     parts = [known, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)]
-    return {"tokens": len(vocabulary), "hash": _hash(parts)}
+    return {"tokens": len(vocabulary), "hash": short_hash(parts)}
 
 
 def fingerprint_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    return {"rows": len(prompts), "hash": _hash([[p.text, p.answer] for p in prompts])}
+    return {"rows": len(prompts), "hash": short_hash([[p.text, p.answer] for p in prompts])}
 
 
 def fingerprint_reward(config: Config, function: Callable[..., Any] | None = None) -> dict[str, Any]:
@@ -137,7 +114,7 @@ def _of_part(name: str, given: Any = None) -> dict[str, Any]:
     found = _of_function(name, given)
     with contextlib.suppress(OSError, TypeError):  # made in an interpreter, or not written in Python
         if given is not None:
-            found["source"] = _hash(inspect.getsource(given if hasattr(given, "__qualname__") else type(given)))
+            found["source"] = short_hash(inspect.getsource(given if hasattr(given, "__qualname__") else type(given)))
         elif ".py:" not in name and (file := getattr(sys.modules.get(name.rpartition(":")[0]), "__file__", None)):
             found["file"] = _hash_of_file(Path(file))
     return found
@@ -188,7 +165,3 @@ def check_fingerprint(
     for found in changed:
         listener.warning(f"the {found.key.partition('.')[0]} is not the one that the run started with: {found}")
     return changed
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, default=str).encode("utf-8", "surrogatepass")).hexdigest()[:16]

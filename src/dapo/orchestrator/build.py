@@ -1,11 +1,10 @@
-"""Building a run: what it starts from, looked at before anything is loaded, and the roles that share its work."""
+"""Building a run: what it starts from, looked at before anything is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,42 +16,30 @@ from dapo.checks.start import (
     check_own_parts,
     check_vocabulary,
     longest_sequence,
-    notice_generation_config,
     try_check,
     try_reward,
 )
 from dapo.config import Config, warnings_for
 from dapo.data.source import PromptSource
 from dapo.data.template import PromptTemplate
-from dapo.model.loading import embedding_rows, load_tokenizer, stop_token_ids
-from dapo.model.placement import device_of, engine_device, set_threads
-from dapo.observe.fingerprint import fingerprint
+from dapo.model.loading import embedding_rows, load_tokenizer
+from dapo.model.placement import device_of, engine_device
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.trackers import check_trackers
-from dapo.orchestrator.batch_builder import BatchBuilder, own_advantage
-from dapo.orchestrator.collector import Collector
+from dapo.orchestrator.batch_builder import own_advantage
 from dapo.orchestrator.inputs import (
     RunOverrides,
     described_model,
-    evaluation_engine,
     heldout_prompts,
-    make_engine,
     openai_engine,
-    own_source,
     training_prompts,
 )
-from dapo.orchestrator.mfu import CardLimits
 from dapo.orchestrator.resume import on_day, on_its_day
-from dapo.orchestrator.step_state import StepState
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
-from dapo.rollout.engine import Engine, in_flight_policy
-from dapo.training.learner import LocalLearner
-from dapo.training.lora import begin_adapter, load_trainable
-from dapo.training.trainer import Trainer
 from dapo.util.terminal import visible
 
 
@@ -137,84 +124,6 @@ class Rewards:
                 closing.push_async_callback(stop, what, role.close)
 
 
-@dataclass(frozen=True)
-class Roles:
-    """Who does the work of a run, once its model is loaded."""
-
-    learner: LocalLearner
-    builder: BatchBuilder
-    engine: Engine
-    evaluation_engine: Engine | None
-    """None: evaluations have that of the rollout."""
-    collector: Collector
-    source: PromptSource
-    stop_ids: Sequence[int]
-    fingerprint: dict[str, Any]
-    limits: CardLimits | None
-
-    @property
-    def model(self) -> Any:
-        """The policy that is trained."""
-        return self.learner.trainer.policy.model
-
-    def use(self, config: Config) -> None:
-        """Train with the settings of ``config`` from now on."""
-        self.learner.use(config)
-        self.builder.use(config)
-
-    def facts(self, step: StepState) -> dict[str, float]:
-        """Metrics of the learner and the data after a step."""
-        trainer = self.learner.trainer
-        found = {
-            "lr": step.reports[0].learning_rate if step.reports else trainer.learning_rate,
-            "version": trainer.version,
-            "updates/total": trainer.updates,
-            "epoch": self.source.epoch,
-        }
-        if self.limits is not None:
-            found |= self.limits.shares(step.rollout, step.reports, step.seconds)
-        if self.builder.config.algorithm.kl.mode in ("loss", "reward"):
-            found["kl/coef"] = self.builder.kl.coef
-        return found
-
-
-def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Callable[[], bool]) -> Roles:
-    """Load the model, and make learner and engine.
-
-    Args:
-        out_of_time: whether an update that is under way is to end unmade.
-
-    Raises:
-        UserError: it cannot be loaded or trained, or does not fit into the memory.
-    """
-    config, overrides, source, template = setup.config, setup.overrides, setup.source, setup.template
-    drawn = own_source(config, overrides, source)
-    listener.phase("loading the model")
-    model = load_trainable(overrides.model or config.model.path, config.model, setup.device)
-    given = overrides.functions | {"evaluation.metrics": overrides.metrics or {}}
-    given["run.trackers"] = {f"python {place}": one for place, one in enumerate(overrides.trackers)}
-    found = fingerprint(config, model, setup.tokenizer, source.fingerprint, source.prompts[0], setup.heldout, given)
-    model = begin_adapter(model, config.model, config.seed)
-    set_threads(config, model)
-    dtype = getattr(torch, config.model.compute_dtype)
-    trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
-    limits = CardLimits.of(model, setup.device, dtype)
-    builder = BatchBuilder(config, overrides.advantage)
-    # before the engine, which takes what memory is left
-    learner = LocalLearner(trainer, config, builder.kl, overrides.objective, out_of_time)
-    stop_ids = stop_token_ids(model, setup.tokenizer, config.rollout.stop_token_ids)
-    template.ends_with(stop_ids)
-    notice_generation_config(model, listener)
-    spare = trainer.bytes_to_come
-    copy = config.evaluation.while_sampling == "copy" and config.ahead > 0 and bool(setup.heldout)
-    second = evaluation_engine(config, model, stop_ids, template, setup.heldout) if copy else None
-    engine = make_engine(config, overrides, model, stop_ids, template, setup.heldout, spare)
-    in_flight_policy(config, engine)  # refused before the first evaluation
-    progress = partial(listener.working, "rollout")
-    collector = Collector(drawn, engine, scorer, template.decode, config, progress, embedding_rows(model))
-    return Roles(learner, builder, engine, second, collector, source, stop_ids, found, limits)
-
-
 async def examine(setup: Setup, model: Any, scorer: Scorer, listener: Listener) -> None:
     """What `dapo doctor` can tell in brief, as warnings."""
     findings = await brief(
@@ -227,6 +136,7 @@ async def examine(setup: Setup, model: Any, scorer: Scorer, listener: Listener) 
         device=setup.device,
         scorer=None if setup.overrides.reward else scorer,
     )
+    elsewhere = ("memory", "snapshot") if next(model.parameters()).is_meta else ()  # that of other machines
     for finding in findings:
-        if finding.status in ("warn", "fail"):
+        if finding.status in ("warn", "fail") and finding.name not in elsewhere:
             listener.warning(visible(f"doctor: {finding.name}: {finding.found}; {finding.fix}"))

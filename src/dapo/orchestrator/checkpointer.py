@@ -19,7 +19,6 @@ from dapo.observe.run_folder import RunFolder
 from dapo.orchestrator.encoded_state import EncodedState, read_state
 from dapo.orchestrator.model_writer import ModelWriter
 from dapo.orchestrator.run_state import RunState
-from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.util.asynchronous import in_thread
 from dapo.util.files import flush_to_disk
 from dapo.util.shutdown import Shutdown
@@ -63,7 +62,7 @@ class Checkpointer:
             state: where the run stands; changed by :meth:`load`, read by all others.
             early_stopping: knows the best of the evaluations so far.
             roles: what else remembers, by the names that their states have in a checkpoint.
-            models: writes the weights, of whose trainer the checkpoints are.
+            models: writes the weights, of whose learner the checkpoints are.
             shutdown: hears what the last checkpoint is.
 
         Raises:
@@ -123,22 +122,20 @@ class Checkpointer:
 
     async def _snapshot(self, place: CheckpointId) -> Snapshot:
         """The state of all roles, encoded in one go, and a copy of the weights. Raises NumericalError: of no use."""
-        await in_thread(self.models.trainer.check_finite)
         best = self.best_at(place) if self.is_best() and place.between_steps else None
         if self.checkpoints.holds(place):  # the only state that there can be: nothing to write
             return Snapshot(place, lambda folder: None, 0, best)
         roles = {name: role.state() for name, role in self._roles.items()}
         state = EncodedState({"format": FORMAT, **self._state.state(), **roles})
-        trainer = await in_thread(snapshot, self.models.trainer)
+        snapshot = await self.models.learner.snapshot()
 
         def write(folder: Path) -> None:
-            self.models.write(trainer, folder / "model")  # masters, from which training goes on
-            trainer.save_state(folder / "optimizer")
+            self.models.write(snapshot, folder)
             state.write(folder)
             if self._folder.metrics.exists():  # the lines up to here are as safe as what goes on after them
                 flush_to_disk(self._folder.metrics)
 
-        return Snapshot(place, write, snapshot_bytes(trainer) + state.bytes, best)
+        return Snapshot(place, write, snapshot.bytes + state.bytes, best)
 
     async def load(self, folder: Path) -> None:
         """Go on from a checkpoint. Raises UserError: it is damaged, or of another model."""
@@ -149,8 +146,7 @@ class Checkpointer:
                 f"{folder}: is of format {state['format']}, and this version of dapo reads up to {FORMAT}; go on with "
                 "the version that wrote it (environment.json)"
             )
-        await in_thread(self.models.trainer.load, folder / "model")
-        await in_thread(self.models.trainer.load_state, folder / "optimizer")
+        await self.models.learner.load(folder)
         try:
             self._state.load_state(state)
             for name, role in self._roles.items():
@@ -195,5 +191,5 @@ class Checkpointer:
 
         That is what the longest one took, or, as long as there was none, what its size lets expect.
         """
-        takes = self._writer.longest_s or expected_bytes(self.models.trainer) / EXPECTED_RATE
+        takes = self._writer.longest_s or self.models.learner.expected_bytes / EXPECTED_RATE
         return min(float(self._config.stop_within_s) / 2, 3 * takes + _AT_LEAST_S)

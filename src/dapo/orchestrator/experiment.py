@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dapo.checks.memory import shortage_explained
 from dapo.config import Config
 from dapo.config.plan import plan_of
@@ -39,7 +41,7 @@ from dapo.observe.samples import discard_samples
 from dapo.observe.spans import discard_spans
 from dapo.observe.trackers import make_trackers
 from dapo.orchestrator.budget import Budget
-from dapo.orchestrator.build import Rewards, Roles, Setup, examine, load_roles
+from dapo.orchestrator.build import Rewards, Setup, examine
 from dapo.orchestrator.checkpointer import CLOSE_SECONDS, Checkpointer, Stateful
 from dapo.orchestrator.evaluator import Evaluator
 from dapo.orchestrator.inputs import RunOverrides
@@ -47,12 +49,12 @@ from dapo.orchestrator.loop import train
 from dapo.orchestrator.model_writer import ModelWriter
 from dapo.orchestrator.recorder import Recorder
 from dapo.orchestrator.resume import changes_at, how_to_resume
+from dapo.orchestrator.roles import Roles, load_roles
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.run_state import Plan, RunState
+from dapo.orchestrator.runtime.placed import Wait
 from dapo.orchestrator.step_state import StepState
-from dapo.orchestrator.sync import CopySync
 from dapo.rollout.engine import Engine
-from dapo.training.faults import FaultFolder
 from dapo.util.asynchronous import closed_in_time, in_thread
 from dapo.util.files import write_json, writing
 from dapo.util.shutdown import Shutdown
@@ -96,30 +98,30 @@ class Experiment:
         await self.rewards.check(self.setup, self.listener)
         await self.setup.try_servers()
 
-    def load(self) -> None:
-        """Load the model, and make learner and engine.
+    def load(self, wait: Wait) -> None:
+        """Load the model, and make learner and engine. ``wait``: for what starts in other processes.
         Raises UserError: it cannot be loaded or trained, or does not fit into the memory."""
-        self.roles = load_roles(self.setup, self.rewards.scorer, self.listener, self._out_of_time)
-        self._closing.callback(self.roles.learner.close)
-        for engine in filter(None, (self.roles.engine, self.roles.evaluation_engine)):
+        self.roles = load_roles(self.setup, self.rewards.scorer, self.listener, self._out_of_time, wait)
+        self._closing.push_async_callback(self._stop, "the learner", self.roles.learner.close)
+        for engine in filter(None, (self.roles.engine, self.roles.placed.evaluation_engine)):
             self._closing.push_async_callback(self._stop, "the engine", engine.close)
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
         if self.setup.overrides.resume is None:
-            await examine(self.setup, self.roles.model, self.rewards.scorer, self.listener)
+            await examine(self.setup, self.roles.placed.model, self.rewards.scorer, self.listener)
         await self._open()
         self.state.seconds.credit("start")
         plan = Plan(self.config.rollout.prompts_per_step, self.early_stopping, take_turns(self.config))
         try:
-            with shortage_explained(self.config, self.roles.model), self.state.spans.counting():
+            with shortage_explained(self.config, self.roles.placed.model), self.state.spans.counting():
                 await train(
                     self.state,
                     plan,
                     self.roles.collector,
                     self.roles.builder,
                     self.roles.learner,
-                    CopySync(),
+                    self.roles.placed.sync,
                     self.evaluator,
                     self.recorder,
                     self.checkpointer,
@@ -132,7 +134,7 @@ class Experiment:
             raise
         self.shutdown.doing = "the final weights to be written"
         with self.state.seconds("writing"):
-            await in_thread(self.checkpointer.models.write_after)
+            await self.checkpointer.models.write_after()
         return self._summarise(plan.reason(self.state))
 
     async def close(self) -> None:
@@ -193,16 +195,16 @@ class Experiment:
     def _place(self, alarms: Alarms) -> None:
         """Who works in the run folder, before it is known where in the run."""
         setup, roles, folder = self.setup, self.roles, self.folder
-        dtype = export_dtype(roles.model, self.config.model.export_dtype)
-        trainer, tell = roles.learner.trainer, self.listener.warning
-        models = ModelWriter(folder, trainer, setup.tokenizer, tell, roles.stop_ids, dtype)
+        model, tell = self.config.model, self.listener.warning
+        types = export_dtype(roles.placed.model, model.export_dtype), getattr(torch, model.compute_dtype)
+        models = ModelWriter(folder, roles.learner, setup.tokenizer, tell, roles.placed.stop_ids, *types)
         remember: dict[str, Stateful] = {"buffer": roles.collector, "prepare": roles.builder}
         remember |= {"monitor": self.rewards.monitor, "alarms": alarms}
         self.checkpointer = Checkpointer(
             folder, self.config.run, self.state, self.early_stopping, remember, models, self.shutdown
         )
         self._closing.push_async_callback(self.checkpointer.close)
-        trainer.faults = FaultFolder(folder.faults, setup.template.decode)
+        roles.learner.keep_faults(folder.faults, setup.template.decode)
         self.evaluator = Evaluator(
             self.config,
             setup.heldout,
@@ -251,13 +253,13 @@ class Experiment:
             what = f"{counted(dropped, 'group')} of longer responses, or of more samples than are wanted now"
             self.listener.warning(f"rollout.max_response_length or samples_per_prompt: dropped {what}")
         if self.state.step is None:  # otherwise they are published once its updates are done
-            await CopySync().push(self.roles.learner, self.roles.engine)
+            await self.roles.push(self.roles.engine)
 
     async def _begin(self) -> None:
         """Keep the weights before the first update, and see how good they are."""
         if self.roles.engine.version < self.roles.learner.version:  # of an engine elsewhere, which has others
-            await CopySync().push(self.roles.learner, self.roles.engine)
-        await in_thread(self.checkpointer.models.write_before)
+            await self.roles.push(self.roles.engine)
+        await self.checkpointer.models.write_before()
         if found := await self.evaluator.first():
             self.recorder.metrics.append(0, found)
             self.checkpointer.note_best()
@@ -265,15 +267,15 @@ class Experiment:
     @contextlib.asynccontextmanager
     async def _evaluated(self) -> AsyncIterator[Engine]:
         """The engine to evaluate with: one of its own, beside sampling, or the only one, while sampling is paused."""
-        roles = self.roles
-        if roles.evaluation_engine is None:
+        roles, engine = self.roles, self.roles.placed.evaluation_engine
+        if engine is None:
             async with roles.collector.paused():
                 yield roles.engine
             return
-        await roles.evaluation_engine.wake()
-        await CopySync().push(roles.learner, roles.evaluation_engine)
-        yield roles.evaluation_engine
-        await roles.evaluation_engine.sleep()
+        await engine.wake()
+        await roles.push(engine)
+        yield engine
+        await engine.sleep()
 
     # -- around the loop -------------------------------------------------------------------------------------------
 
@@ -322,7 +324,7 @@ class Experiment:
             "run_dir": str(self.folder.root),
             "seed": self.config.seed,
             "steps": self.state.steps_done,
-            "updates": self.roles.learner.trainer.updates,
+            "updates": self.roles.learner.facts.updates,
             "stopped": redact(stopped),
             "seconds_rl": round(self.state.seconds.seconds["rest"], 2),
             "seconds_total": round(self.state.seconds.total, 2),

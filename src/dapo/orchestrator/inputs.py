@@ -24,11 +24,12 @@ from dapo.model.adapters import find_adapter
 from dapo.model.loading import (
     check_supported,
     copy_model,
+    dtype_on_disk,
     embedding_rows,
     read_config,
     with_generation_config,
 )
-from dapo.model.placement import cache_bytes, device_of, engine_device
+from dapo.model.placement import apart, cache_bytes, engine_device
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.tracker import Tracker
@@ -118,11 +119,10 @@ def make_engine(
     own = own_part(config, "rollout.engine", inputs.engine)
     if own is None and config.rollout.engine == "openai":
         return openai_engine(config, model, stop_ids)
-    shared = engine_device(config) == device_of(config)
     sizes: dict[str, Any] = {
         "max_sequence_tokens": longest_sequence(config, heldout),
         "max_concurrent_samples": config.rollout.max_concurrent_samples,
-        "spare_bytes": spare_bytes if shared else 0,
+        "spare_bytes": 0 if apart(config) else spare_bytes,
     }
     if own is None and config.rollout.engine == "vllm":
         from dapo.rollout.vllm.engine import VLLMEngine
@@ -254,6 +254,16 @@ def described_model(config: Config, inputs: RunOverrides) -> Any:
 
         engine_arguments(config, described, "", False, 1, 1, 0)  # refused here, before the weights load
     return described
+
+
+def model_elsewhere(config: Config) -> Any:
+    """The model to train that other processes load, on the meta device: names, shapes and settings, without numbers.
+    Raises ModelError or ConfigError: as :func:`described_model`."""
+    found = _described(config)
+    shape = trainable_shape(config.model, found.config)
+    shape.generation_config = getattr(found, "generation_config", shape.generation_config)
+    shape.source_dtype = found.config.dtype or dtype_on_disk(found.config.name_or_path)
+    return shape
 
 
 def _described(config: Config) -> Any:

@@ -68,7 +68,7 @@ def run_to_end(experiment: Experiment, shutdown: Shutdown | None = None) -> dict
     with event_loop() as run:
         run(guarded(experiment.check()))
         try:  # not in the loop, which would hear a signal only once the model is loaded
-            experiment.load()
+            experiment.load(lambda work: run(guarded(work)))
         except BaseException as error:
             run(_close_after(experiment, error))
             raise

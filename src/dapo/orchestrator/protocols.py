@@ -3,13 +3,18 @@ no tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from dapo.config import Config
 from dapo.orchestrator.step_state import StepState
 from dapo.records import Group, Prompt, TokenBatch
 from dapo.rollout.engine import Engine
+from dapo.training.learner import Facts
+from dapo.training.snapshot import LearnerSnapshot
 
 
 class PromptSource(Protocol):
@@ -56,12 +61,45 @@ class Learner(Protocol):
         """
         ...
 
-    async def save(self, folder: Path) -> None:
-        """Write weights and optimizer as they are now into ``folder``."""
+    # --- what a run needs beside the loop ---------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> Facts:
+        """Version, updates so far and learning rate."""
+        ...
+
+    @property
+    def expected_bytes(self) -> int:
+        """What a checkpoint will take, before there is one."""
+        ...
+
+    def use(self, config: Config) -> None:
+        """Go on with other settings."""
+        ...
+
+    def keep_faults(self, folder: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        """Keep updates that are not finite in ``folder``, with texts that ``decode`` makes of token ids."""
+        ...
+
+    async def snapshot(self) -> LearnerSnapshot:
+        """Weights, optimizer and counters as they are now. Raises NumericalError or UserError: they are of no use."""
         ...
 
     async def load(self, folder: Path) -> None:
-        """Go on from :meth:`save`."""
+        """Go on from a snapshot. Raises UserError: missing or damaged, or of another model."""
+        ...
+
+    async def export(self, folder: Path, **how: Any) -> None:
+        """Write the weights for other programs: ``dtype``, ``exact`` and ``stop_ids`` of
+        :func:`dapo.model.export.export_model`. Raises FileExistsError: the folder exists and is not empty."""
+        ...
+
+    async def share_rounded_back(self, before: Path, dtype: torch.dtype) -> float:
+        """Of the weights that are other ones than in the folder ``before``, the share that ``dtype`` puts back."""
+        ...
+
+    async def close(self) -> None:
+        """Stop, within a bounded time."""
         ...
 
 

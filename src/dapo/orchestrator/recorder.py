@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo.config import Config
 from dapo.errors import UserError
-from dapo.model.placement import device_of, engine_device, take_turns
+from dapo.model.placement import apart, take_turns
 from dapo.observe.alarms import Alarms
 from dapo.observe.indexing import BackgroundIndex
 from dapo.observe.metrics import MetricsLog
@@ -23,8 +23,8 @@ from dapo.observe.run_folder import RunFolder
 from dapo.observe.spans import write_spans
 from dapo.orchestrator.batch_builder import batch_mismatch
 from dapo.orchestrator.budget import Budget
-from dapo.orchestrator.build import Roles
 from dapo.orchestrator.evaluator import when
+from dapo.orchestrator.roles import Roles
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.run_state import RunState
 from dapo.orchestrator.step_metrics import overlap_metrics
@@ -72,8 +72,8 @@ class Recorder:
             **(self.resources.step_means() if self.resources is not None else {}),
         }
         if config.rollout.max_staleness:
-            parked, apart = take_turns(config), engine_device(config) != device_of(config)
-            metrics |= overlap_metrics(step.rollout, step.spans, self.earlier, parked, apart)
+            sides = take_turns(config), apart(config)
+            metrics |= overlap_metrics(step.rollout, step.spans, self.earlier, *sides)
         self.earlier, self.resumed = () if self.resumed else step.spans, False
         audit, found = await self.monitor.finish()
         metrics |= audit

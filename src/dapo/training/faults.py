@@ -347,15 +347,15 @@ def read_fault(path: Path | str) -> tuple[TokenBatch, dict[str, torch.Tensor]]:
     return TokenBatch(**own, columns=batch), inputs
 
 
-def norms(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """Euclidean norm of each parameter and of its gradient, for the report."""
-    return {
-        name: {
-            "weight": _number(float(p.detach().norm())),
-            "gradient": None if p.grad is None else _number(float(p.grad.norm())),
-        }
-        for name, p in parameters.items()
-    }
+def norms(
+    parameters: Mapping[str, torch.nn.Parameter], whole: Callable[[str, torch.Tensor], torch.Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Euclidean norm of each parameter and of its gradient, for the report. ``whole``: all rows of one of them."""
+
+    def norm(name: str, tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else _number(float(whole(name, tensor.detach()).norm()))
+
+    return {name: {"weight": norm(name, p), "gradient": norm(name, p.grad)} for name, p in parameters.items()}
 
 
 def _bounded(batch: TokenBatch, first: int) -> IntArray:

@@ -9,7 +9,7 @@ multiplied matrices.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,16 +33,35 @@ from dapo.config.user_parts import own_part
 from dapo.errors import ConfigError
 from dapo.model.placement import device_of
 from dapo.records import TokenBatch
+from dapo.training.faults import FaultFolder
 from dapo.training.micro_batch import upload
 from dapo.training.objective_protocol import Objective, Unit, unit_of
 from dapo.training.policy import Policy
-from dapo.training.snapshot import snapshot
+from dapo.training.snapshot import (
+    LearnerSnapshot,
+    expected_bytes,
+    load_snapshot,
+    share_rounded_back,
+    snapshot,
+    snapshot_bytes,
+    write_snapshot,
+)
 from dapo.training.trainer import Trainer
 from dapo.training.update_report import OWN_STATISTIC, UpdateReport
 from dapo.util.asynchronous import in_thread
 from dapo.util.memory import give_back_memory
 from dapo.util.shutdown import Stopped
 from dapo.util.user_code import call_own
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What others want to know of a trainer: its version, updates made and skipped so far, the present rate."""
+
+    version: int
+    updates: int
+    skipped_updates: int
+    learning_rate: float
 
 
 class UpdatesOfAStep(Protocol):
@@ -85,6 +104,24 @@ class LocalLearner:
         self._pool = ThreadPoolExecutor(1, "dapo-training")
         self._compute = partial(in_thread, pool=self._pool)
 
+    # --- the door (orchestrator/protocols.py) -------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> Facts:
+        """As they are now."""
+        trainer = self.trainer
+        return Facts(trainer.version, trainer.updates, trainer.skipped_updates, trainer.learning_rate)
+
+    @property
+    def version(self) -> int:
+        """Of the weights last handed out."""
+        return self.trainer.version
+
+    @property
+    def expected_bytes(self) -> int:
+        """See :func:`dapo.training.snapshot.expected_bytes`."""
+        return expected_bytes(self.trainer)
+
     def use(self, config: Config) -> None:
         """Go on with other settings."""
         if config.algorithm.objective != self._config.algorithm.objective:
@@ -92,16 +129,9 @@ class LocalLearner:
         self._config = config
         self.trainer.use(config.training)
 
-    def close(self) -> None:
-        """Let go of the training thread; what it is doing is not waited for."""
-        self._pool.shutdown(wait=False)
-
-    # --- the door (orchestrator/protocols.py) -------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """Of the weights last handed out."""
-        return self.trainer.version
+    def keep_faults(self, folder: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        """Keep updates that are not finite in ``folder``, with texts that ``decode`` makes of token ids."""
+        self.trainer.faults = FaultFolder(folder, decode)
 
     def begin_step(self, step: int, spent: float) -> None:
         """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
@@ -126,17 +156,26 @@ class LocalLearner:
         """The weights for the rollout engine, see :meth:`dapo.training.trainer.Trainer.publish`."""
         return self.trainer.publish()
 
-    async def save(self, folder: Path) -> None:
-        """Write ``model`` and ``optimizer`` as they are now into ``folder``; updates may go on meanwhile.
-        Raises FileExistsError: one of them is there."""
+    async def snapshot(self) -> LearnerSnapshot:
+        """A copy of weights, optimizer and counters. Raises NumericalError or UserError: they are of no use."""
         frozen = await self._compute(snapshot, self.trainer)
-        await in_thread(frozen.save, folder / "model")
-        await in_thread(frozen.save_state, folder / "optimizer")
+        return LearnerSnapshot(snapshot_bytes(frozen), partial(write_snapshot, frozen))
 
     async def load(self, folder: Path) -> None:
-        """Go on from :meth:`save`. Raises UserError: missing or damaged, or of another model."""
-        await self._compute(self.trainer.load, folder / "model")
-        await self._compute(self.trainer.load_state, folder / "optimizer")
+        """Go on from a snapshot. Raises UserError: missing or damaged, or of another model."""
+        await self._compute(load_snapshot, self.trainer, folder)
+
+    async def export(self, folder: Path, **how: Any) -> None:
+        """Write the weights for other programs, see :meth:`dapo.training.trainer.Trainer.save`."""
+        await in_thread(partial(self.trainer.save, folder, **how))
+
+    async def share_rounded_back(self, before: Path, dtype: torch.dtype) -> float:
+        """See :func:`dapo.training.snapshot.share_rounded_back`."""
+        return await in_thread(share_rounded_back, self.trainer, before, dtype)
+
+    async def close(self) -> None:
+        """Let go of the training thread; what it is doing is not waited for."""
+        self._pool.shutdown(wait=False)
 
     # --- in its thread --------------------------------------------------------------------------------------------
 

@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from dapo.model.adapters import changing_parameters
+from dapo.model.export import rounded_back
+from dapo.training.parallel.ranks import Ranks
 from dapo.training.trainer import Trainer
 
 
-def snapshot(trainer: Trainer) -> Trainer:
+@dataclass(frozen=True, slots=True)
+class LearnerSnapshot:
+    """What a learner was at one moment, to be written while it goes on.
+
+    Attributes:
+        bytes: of its tensors, which is what they will take on the disk, but for kilobytes.
+        write: fills ``model`` and ``optimizer`` of a folder, in any thread but that of the event loop; a second time
+            only if the first one failed. The sequence: tokens that end a response, which go with the weights.
+    """
+
+    bytes: int
+    write: Callable[[Path, Sequence[int]], None]
+
+
+def snapshot(trainer: Trainer, ranks: Ranks | None = None) -> Trainer:
     """A trainer that can be saved, and nothing else: weights, optimizer state and counters as they are now.
 
-    Takes main memory for the weights that are trained and the two moments (12 bytes a parameter), and the time to copy
-    them there. The trainer must not be at an update meanwhile.
+    Takes main memory for the weights that are trained and the two moments (12 bytes a parameter; of a sharded model,
+    this rank's), and the time to copy them there. The trainer must not be at an update meanwhile.
+    ``ranks``: the same as the trainer's, over tensors on CPUs, for what may be done beside an update; None: its own.
     Raises NumericalError or UserError: the weights are of no use (:meth:`~dapo.training.trainer.Trainer.check_finite`).
     """
     trainer.check_finite()
-    memo: dict[int, Any] = {}
-    for parameter in trainer.policy.model.parameters():
-        if not parameter.requires_grad:  # it never changes
-            memo[id(parameter)] = parameter
-            continue
+    policy = trainer.policy
+    memo: dict[int, Any] = {id(p): p for p in policy.model.parameters() if not p.requires_grad}  # they never change
+    for parameter in trainer._parameters.values():
         values = parameter.detach().to("cpu", copy=True)
         memo[id(parameter)] = torch.nn.Parameter(values, requires_grad=True)
     frozen = copy.copy(trainer)
-    frozen.policy = replace(trainer.policy, model=copy.deepcopy(trainer.policy.model, memo))
+    model, held = policy.held.frozen(policy.model, memo, ranks or policy.held.ranks)
+    frozen.policy = replace(policy, model=model, held=held)
+    frozen._published = {name: memo.get(id(p), p) for name, p in trainer._published.items()}
     frozen._parameters = {name: memo[id(parameter)] for name, parameter in trainer._parameters.items()}
     state = {
         memo[id(parameter)]: {key: value.detach().to("cpu", copy=True) for key, value in moments.items()}
@@ -42,16 +59,38 @@ def snapshot(trainer: Trainer) -> Trainer:
     return frozen
 
 
+def write_snapshot(frozen: Trainer, folder: Path, stop_ids: Sequence[int] = ()) -> None:
+    """``model``, with the masters from which training goes on, and ``optimizer``. Each is there whole or not at all.
+    Raises FileExistsError: one of them is there."""
+    frozen.save(folder / "model", stop_ids=stop_ids)
+    frozen.save_state(folder / "optimizer")
+
+
+def load_snapshot(trainer: Trainer, folder: Path) -> None:
+    """Go on from :func:`write_snapshot`. Raises UserError: missing or damaged, or of another model."""
+    trainer.load(folder / "model")
+    trainer.load_state(folder / "optimizer")
+
+
 def expected_bytes(trainer: Trainer) -> int:
-    """What the checkpoint of a trainer that has made updates takes: weights, and two moments of those trained."""
-    moments = 2 * _bytes(trainer._parameters.values())
-    return _bytes(changing_parameters(trainer.policy.model).values()) + moments
+    """What the checkpoint of a trainer that has made updates takes: weights, and two moments of those trained.
+    Of a sharded model this rank's, here and in :func:`snapshot_bytes`."""
+    return _bytes(trainer._published.values()) + 2 * _bytes(trainer._parameters.values())
 
 
 def snapshot_bytes(frozen: Trainer) -> int:
     """Size of the tensors of a snapshot, which is what its checkpoint will take on the disk, but for kilobytes."""
-    weights = changing_parameters(frozen.policy.model).values()  # a shared one comes once, here as in the file
+    weights = frozen._published.values()  # a shared one comes once, here as in the file
     return _bytes(weights) + sum(_bytes(moments.values()) for moments in frozen._optimizer.state.values())
+
+
+def share_rounded_back(trainer: Trainer, before: Path, dtype: torch.dtype) -> float:
+    """Of the weights that are other ones than in the folder ``before``, the share that are the same again in ``dtype``:
+    small steps are lost between its numbers."""
+    held = trainer.policy.held
+    mine = rounded_back(trainer._published, before, dtype, held.rows)
+    lost, moved = (sum(counts) for counts in zip(*held.ranks.gather(mine), strict=True))
+    return lost / moved if moved else 0.0
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

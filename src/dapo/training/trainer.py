@@ -45,11 +45,18 @@ _LARGE = 2**20
 """Numbers of a tensor that are worth a kernel of their own when all weights are looked at."""
 
 
-class Trainer:
-    """Holds the float32 master weights, their optimizer and their version.
+def rate_of_step(config: TrainingConfig, step: int, spent: float) -> float:
+    """``lr + spent (final - lr)``, and of it (step + 1) / W during the warm-up, in rollout step ``step`` (from 0). It
+    depends on nothing else, so a resumed run cannot get it wrong.
+    ``spent``: the share of the run that is over (:attr:`dapo.orchestrator.budget.Budget.spent`)."""
+    final = config.learning_rate if config.final_learning_rate is None else config.final_learning_rate
+    rate = config.learning_rate + spent * (final - config.learning_rate)
+    return rate * (min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0)
 
-    The model stays in eval mode: with dropout on, the policy that is trained would not be the one that was sampled
-    from, and no ratio would be 1 at the start.
+
+class Trainer:
+    """Holds the float32 master weights, their optimizer and their version. The model stays in eval mode: with dropout
+    on, the policy that is trained would not be the one that was sampled from, and no ratio would be 1 at the start.
 
     Weight decay acts on all parameters, biases and norms included: plain AdamW, as in the released code.
 
@@ -138,19 +145,10 @@ class Trainer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def begin_step(self, step: int, spent: float = 0.0) -> None:
-        """Set the learning rate of rollout step ``step`` (from 0).
-
-        That is ``lr + spent (final - lr)``, and of it (step + 1) / W during the warm-up. It depends on nothing else, so
-        a resumed run cannot get it wrong.
-        ``spent``: the share of the run that is over (:attr:`dapo.orchestrator.budget.Budget.spent`).
-        """
-        config, warmup = self._config, self._config.warmup_steps
-        final = config.learning_rate if config.final_learning_rate is None else config.final_learning_rate
-        rate = config.learning_rate + spent * (final - config.learning_rate)
-        factor = min(1.0, (step + 1) / warmup) if warmup else 1.0
+        """Set the learning rate of rollout step ``step``, see :func:`rate_of_step`."""
         if step != self._step:  # otherwise it was resumed inside of this step
             self._step, self._tried = step, 0
-        self.set_learning_rate(rate * factor)
+        self.set_learning_rate(rate_of_step(self._config, step, spent))
 
     def set_learning_rate(self, rate: float) -> None:
         """Use ``rate`` until the next call: for stages that follow a schedule of their own."""
@@ -370,6 +368,7 @@ class Trainer:
         """Count an update that is not finite, find out why and keep it: what there is to say.
         Raises NumericalError: too many in a row."""
         fault = self._diagnosis(batch, inputs, objective)
+        sizes = norms(self._parameters, self.policy.held.whole)  # by all ranks
         in_row = self._skipped_in_row + 1
         reason = f"loss {loss:g}, gradient norm {norm:g}: {fault.cause}"
         if self.faults is not None:
@@ -385,7 +384,7 @@ class Trainer:
                 "temperature": self.policy.temperature,
                 "compute_dtype": str(self.policy.compute_dtype),
                 "device": str(self.device),
-                "norms": norms(self._parameters),
+                "norms": sizes,
             }
             name = f"step-{self._step + 1:05d}-update-{self._tried + 1}"
             reason += f"; {self.faults.write(name, fault, batch, inputs, facts)}"

@@ -10,20 +10,27 @@ gives a :class:`RankHandle` of each, by rank, to :meth:`RankedLearner.start`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from dapo.algorithm.kl import AdaptiveKL
+from dapo.config import Config
 from dapo.errors import UserError
 from dapo.records import TokenBatch
-from dapo.training.learner import UpdatesOfAStep
+from dapo.training.learner import Facts, UpdatesOfAStep
 from dapo.training.parallel.ranks import AGREED
-from dapo.training.parallel.worker import Facts, PeerLostError
+from dapo.training.parallel.worker import Built, PeerLostError
+from dapo.training.snapshot import LearnerSnapshot
+from dapo.training.trainer import rate_of_step
 from dapo.util.asynchronous import until_done
 
 T = TypeVar("T")
 GRACE_SECONDS = 10.0
+POLL_SECONDS = 0.2
 
 
 class RankDied(Exception):
@@ -50,10 +57,11 @@ class RankedLearner:
     """N ranks behind the door of a learner (``orchestrator/protocols.Learner``).
 
     Attributes:
-        facts: of the trainer after the last call.
+        built: what was loaded, once :meth:`start` was called.
     """
 
-    facts: Facts
+    built: Built
+    _facts: Facts
 
     def __init__(self, ranks: Sequence[RankHandle], kl: AdaptiveKL, grace_s: float = GRACE_SECONDS) -> None:
         """
@@ -64,25 +72,47 @@ class RankedLearner:
         """
         self._ranks, self._kl, self._grace = ranks, kl, grace_s
         self._rate = (0, 0.0)
+        self._news: dict[str, tuple[Any, ...]] = {}
         self._failure: RankError | None = None
         self._one_at_a_time = asyncio.Lock()
 
-    async def start(self, host: str, *args: Any, timeout_s: float = 600.0, **keywords: Any) -> None:
+    async def start(self, host: str, config: Config, timeout_s: float = 600.0, **how: Any) -> None:
         """Have the ranks meet at ``host``, the machine of rank 0, and load the model.
         ``timeout_s``: how long a rank waits for another at most, then and later; other arguments are those of
         :meth:`~dapo.training.parallel.worker.RankWorker.build`. Raises as :meth:`call`."""
-        [address] = await self._on(self._ranks[:1], "open", "open", host)
-        await self._on(self._ranks, "join", "join", address, timeout_s)
-        await self.call("build", *args, **keywords)
+        [address] = await self._now_on(self._ranks[:1], "open", "open", host)
+        await self._now_on(self._ranks, "join", "join", address, timeout_s)
+        self._config = config
+        self.built = await self.call("build", config, **how)
+
+    @property
+    def facts(self) -> Facts:
+        """Of the trainer after the last call, with the learning rate of :meth:`begin_step`."""
+        return replace(self._facts, learning_rate=rate_of_step(self._config.training, *self._rate))
 
     @property
     def version(self) -> int:
         """Of the weights last handed out."""
-        return self.facts.version
+        return self._facts.version
+
+    @property
+    def expected_bytes(self) -> int:
+        """Of a checkpoint."""
+        return self.built.checkpoint_bytes
 
     def begin_step(self, step: int, spent: float) -> None:
         """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
         self._rate = (step, spent)
+
+    def use(self, config: Config) -> None:
+        """Go on with other settings, of which the ranks hear with the next call: it raises what is wrong with them."""
+        if config is not self._config:
+            self._config = config
+            self._news["use"] = (config,)
+
+    def keep_faults(self, folder: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        """See :meth:`dapo.training.learner.LocalLearner.keep_faults`. ``decode`` can be pickled."""
+        self._news["keep_faults"] = (folder, decode)
 
     async def annotate(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the log-probabilities that the recipe asks for."""
@@ -106,14 +136,32 @@ class RankedLearner:
         rate = into.reports[0].learning_rate if into.reports else None
         into.reports.append(await self.call("update", self._rate, rate, index, mini, self._kl.coef))
 
-    async def save(self, folder: Path) -> None:
-        """Write ``model`` and ``optimizer`` as they are now into ``folder``.
-        Raises FileExistsError: one of them is there."""
-        await self.call("save", folder)
+    async def snapshot(self) -> LearnerSnapshot:
+        """Each rank keeps a copy of what is its to write, and later writes it in a thread of its own.
+        Raises NumericalError or UserError: it is of no use."""
+        size, loop = await self.call("snapshot"), asyncio.get_running_loop()
+
+        def write(folder: Path, stop_ids: Sequence[int] = ()) -> None:
+            asyncio.run_coroutine_threadsafe(self._write(folder, stop_ids), loop).result()
+
+        return LearnerSnapshot(size, write)
+
+    async def _write(self, folder: Path, stop_ids: Sequence[int]) -> None:
+        await self.call("begin_write", folder, stop_ids)
+        while not await self.call("written"):
+            await asyncio.sleep(POLL_SECONDS)
 
     async def load(self, folder: Path) -> None:
-        """Go on from :meth:`save`, of any number of ranks. Raises UserError: missing, damaged, or of another model."""
+        """Go on from a snapshot, of any number of ranks. Raises UserError: missing, damaged, or of another model."""
         await self.call("load", folder)
+
+    async def export(self, folder: Path, **how: Any) -> None:
+        """Write the weights for other programs, see :meth:`dapo.training.trainer.Trainer.save`."""
+        await self.call("export", folder, **how)
+
+    async def share_rounded_back(self, before: Path, dtype: torch.dtype) -> float:
+        """See :func:`dapo.training.snapshot.share_rounded_back`."""
+        return float(await self.call("share_rounded_back", before, dtype))
 
     async def close(self) -> None:
         """End all ranks."""
@@ -126,12 +174,15 @@ class RankedLearner:
             UserError, FileExistsError: what every rank raised: they can go on.
             RankError: a rank died or failed alone. The others were told and are ended.
         """
-        result, self.facts = (await _to_its_end(self._on(self._ranks, method, "perform", method, *args, **keywords)))[0]
+        result, self._facts = (await _to_its_end(self._perform(method, *args, **keywords)))[0]
         return result
 
-    async def _on(self, ranks: Sequence[RankHandle], what: str, *request: Any, **keywords: Any) -> list[Any]:
+    async def _perform(self, method: str, *args: Any, **keywords: Any) -> list[Any]:
         async with self._one_at_a_time:
-            return await self._now_on(ranks, what, *request, **keywords)
+            while self._news:
+                name = next(iter(self._news))
+                await self._now_on(self._ranks, name, "perform", name, *self._news.pop(name))
+            return await self._now_on(self._ranks, method, "perform", method, *args, **keywords)
 
     async def _now_on(self, ranks: Sequence[RankHandle], what: str, *request: Any, **keywords: Any) -> list[Any]:
         if self._failure is not None:

@@ -7,10 +7,10 @@ mini-batch and weigh its tokens alike; each computes its own micro-batches, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from dapo.errors import ConfigError, ModelError
 from dapo.model.adapters import changing_parameters, has_adapter
 from dapo.model.compiling import decoder_layers
-from dapo.model.export import keeps, write_description
+from dapo.model.export import is_tied, keeps, write_description
 from dapo.training.checkpoint import (
     INDEX,
     METADATA,
@@ -46,6 +46,8 @@ class Replica:
 
     lockstep = False
     """Whether a forward or backward pass is one of all ranks together."""
+    rows: Callable[[str, int], slice] | None = None
+    """Which of so many rows of a tensor, given by its key, are this rank's; None: all."""
 
     def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         """``device``: where it computes; None: where the model is."""
@@ -89,20 +91,25 @@ class Replica:
         """All rows of something that this rank has its rows of, such as the parameter ``name`` itself."""
         return values
 
+    def frozen(self, model: Any, copies: dict[int, Any], ranks: Ranks) -> tuple[Any, Replica]:
+        """A model and how ``ranks`` have it, from which files can be written while an update changes this one.
+        ``copies``: by the id of a parameter, what stands for it."""
+        return copy.deepcopy(model, copies), Replica(ranks, torch.device("cpu"))
+
     # --- files, as in training/checkpoint.py, by all ranks together -------------------------------------------------
 
     def save_model(self, model: Any, folder: Path, parameters: Parameters, **how: Any) -> None:
-        self.ranks.together(lambda: save_model(model, folder, **how), alone=0)
+        self.ranks.together(lambda: save_model(model, folder, **how), alone=(0,))
 
     def load_weights(self, model: Any, folder: Path, parameters: Parameters) -> None:
         self.ranks.together(lambda: load_weights(model, folder))
 
     def save_tensors(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:
-        self.ranks.together(lambda: save_tensors(folder, tensors, metadata), alone=0)
+        self.ranks.together(lambda: save_tensors(folder, tensors, metadata), alone=(0,))
 
     def load_tensors(self, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """This rank's rows of each."""
-        return self.ranks.together(lambda: load_tensors(folder))
+        return self.ranks.together(lambda: load_tensors(folder, self.rows))
 
 
 class Sharded(Replica):
@@ -130,7 +137,7 @@ class Sharded(Replica):
                 "model.lora: an adapter is trained with its base whole on every rank; a base that does not fit on one "
                 "device is not supported"
             )
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        self._tied = is_tied(model)
         mesh = DeviceMesh.from_group(self.ranks.group, self.device(model).type)
         narrow = compute_dtype if compute_dtype != torch.float32 else None
         settings: dict[str, Any] = {"mesh": mesh, "offload_policy": self._offload}
@@ -149,7 +156,7 @@ class Sharded(Replica):
                 module.set_force_sum_reduction_for_comms(True)
         self._root, self._model = root, model
         self._sharded = dict(model.named_parameters())
-        if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        if self._tied and not is_tied(model):
             raise RuntimeError("the tied head was untied")
         return {name: nn.Parameter(p.to_local().detach(), p.requires_grad) for name, p in self._sharded.items()}
 
@@ -189,6 +196,11 @@ class Sharded(Replica):
         gather(found, mine, group=self.ranks.group)
         return found[: shape[0]]
 
+    def frozen(self, model: Any, copies: dict[int, Any], ranks: Ranks) -> tuple[Any, Replica]:
+        found = copy.copy(self)
+        found.ranks, found._device = cast("ProcessRanks", ranks), torch.device("cpu")
+        return model, found  # of which only the description is read
+
     # --- files ----------------------------------------------------------------------------------------------------
 
     def save_model(self, model: Any, folder: Path, parameters: Parameters, **how: Any) -> None:
@@ -205,9 +217,9 @@ class Sharded(Replica):
                 config = copy.copy(model.config)
                 config.architectures = [type(model).__name__]
                 config.save_pretrained(staging)
-                write_description(model, staging, kept, how.get("stop_ids", ()))
+                write_description(model, staging, kept, how.get("stop_ids", ()), self._tied)
 
-            self.ranks.together(describe, alone=0)
+            self.ranks.together(describe, alone=(0,))
 
     @torch.no_grad()
     def load_weights(self, model: Any, folder: Path, parameters: Parameters) -> None:
@@ -215,7 +227,7 @@ class Sharded(Replica):
 
         def load() -> None:
             try:
-                found = read_tensors(folder, MODEL, self._rows)
+                found = read_tensors(folder, MODEL, self.rows)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
                 raise ModelError(f"{folder}: the weights cannot be read: {type(error).__name__}: {error}") from None
             if any(name not in found or found[name].shape != p.shape for name, p in parameters.items()):
@@ -234,12 +246,9 @@ class Sharded(Replica):
                 write_json(staging / INDEX, {"metadata": {}, "weight_map": places})
                 write_json(staging / METADATA, {**metadata, "tensors": sorted(tensors)})
 
-            self.ranks.together(describe, alone=0)
+            self.ranks.together(describe, alone=(0,))
 
-    def load_tensors(self, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return self.ranks.together(lambda: load_tensors(folder, self._rows))
-
-    def _rows(self, _: str, count: int) -> slice:
-        """Which of ``count`` rows are this rank's, as FSDP2 deals them out."""
+    def rows(self, _: str, count: int) -> slice:
+        """As FSDP2 deals them out."""
         each = -(-count // self.ranks.size)
         return slice(min(self.ranks.rank * each, count), min((self.ranks.rank + 1) * each, count))

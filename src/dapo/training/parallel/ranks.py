@@ -5,7 +5,7 @@ All of them call these together, in the same order, each from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,27 +31,14 @@ class Ranks:
     def add_up(self, tensor: torch.Tensor) -> None:
         """Put the sum over all ranks in its place."""
 
-    def together(self, work: Callable[[], T], alone: int | None = None) -> T:
+    def together(self, work: Callable[[], T], alone: Collection[int] | None = None) -> T:
         """What ``work``, which exchanges nothing, gives here. Where it fails on one rank, it fails on all.
-        ``alone``: the only rank that does it.
+        ``alone``: the only ranks that do it; None: all.
 
         Raises:
             UserError: the same on all ranks, of the first one that failed. Its class and FileExistsError are kept.
         """
-        result, failure = None, None
-        try:
-            result = work() if alone in (None, self.rank) else None
-        except Exception as error:
-            failure = error
-        if self.size == 1 and failure is not None:
-            raise failure
-        told = None
-        if failure is not None:
-            kind = type(failure) if isinstance(failure, AGREED) else None
-            told = kind or UserError, f"rank {self.rank}: {'' if kind else type(failure).__name__ + ': '}{failure}"
-        for raised, line in filter(None, self.gather(told)):
-            raise raised(line) from failure
-        return result  # type: ignore[return-value]
+        return work()
 
 
 class ProcessRanks(Ranks):
@@ -70,3 +57,14 @@ class ProcessRanks(Ranks):
 
     def add_up(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+
+    def together(self, work: Callable[[], T], alone: Collection[int] | None = None) -> T:
+        result, failure, told = None, None, None
+        try:
+            result = work() if alone is None or self.rank in alone else None
+        except Exception as error:
+            kind, failure = type(error) if isinstance(error, AGREED) else None, error
+            told = kind or UserError, f"rank {self.rank}: {'' if kind else type(error).__name__ + ': '}{error}"
+        for raised, line in filter(None, self.gather(told)):
+            raise raised(line) from failure
+        return result  # type: ignore[return-value]

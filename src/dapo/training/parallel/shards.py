@@ -24,7 +24,7 @@ def folder_of_all(ranks: Ranks, folder: Path) -> Iterator[Path]:
     """A temporary folder of all ranks that becomes ``folder`` once the block ends without an error on every one.
     Raises FileExistsError: it exists and is not empty."""
     with ExitStack() as stack:
-        mine = ranks.together(lambda: stack.enter_context(new_folder(folder)), alone=0)
+        mine = ranks.together(lambda: stack.enter_context(new_folder(folder)), alone=(0,))
         yield ranks.gather(mine)[0] or folder
         ranks.together(stack.close)
 

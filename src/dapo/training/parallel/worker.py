@@ -6,7 +6,9 @@ All methods are called on all ranks, in the same order, one at a time and from o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,15 +20,23 @@ import torch.distributed as dist
 from dapo.algorithm.kl import AdaptiveKL
 from dapo.config import Config
 from dapo.model.compiling import compile_layers
+from dapo.model.fingerprint import fingerprint_model
 from dapo.model.placement import determinism, set_threads
 from dapo.records import FloatArray, TokenBatch
-from dapo.training.faults import FaultFolder
-from dapo.training.learner import LocalLearner
+from dapo.training.learner import Facts, LocalLearner
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.objective_protocol import Objective
 from dapo.training.parallel.holding import Replica, Sharded
 from dapo.training.parallel.ranks import ProcessRanks
 from dapo.training.policy import Policy
+from dapo.training.snapshot import (
+    expected_bytes,
+    load_snapshot,
+    share_rounded_back,
+    snapshot,
+    snapshot_bytes,
+    write_snapshot,
+)
 from dapo.training.trainer import Trainer
 from dapo.training.update_report import UpdateReport
 from dapo.util.memory import give_back_memory
@@ -41,13 +51,11 @@ class PeerLostError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What others want to know of the trainer."""
+class Built:
+    """What the ranks have loaded: the fingerprint of the model, and what a checkpoint of all of it takes."""
 
-    version: int
-    updates: int
-    skipped_updates: int
-    learning_rate: float
+    fingerprint: Mapping[str, Any]
+    checkpoint_bytes: int
 
 
 class RankWorker:
@@ -64,6 +72,8 @@ class RankWorker:
         """``rank`` of ``size``, computing on ``device``: ``cpu``, or one GPU."""
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self._closing = contextlib.ExitStack()
+        self._writer = ThreadPoolExecutor(1, "dapo-checkpoint")
+        self._frozen: Trainer | None = None
         self._meeting: Any = None
         self._done: tuple[Any, UpdateReport] | None = None
 
@@ -84,6 +94,7 @@ class RankWorker:
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, **common)
         self.ranks = ProcessRanks(control=dist.new_group(backend="gloo", **common) if gpu else None)
+        self._beside = ProcessRanks(dist.new_group(backend="gloo", **common))  # of the thread that writes checkpoints
 
     def build(
         self,
@@ -92,8 +103,7 @@ class RankWorker:
         sharded: bool = True,
         cpu_offload: bool = False,
         objective: Objective | None = None,
-        faults: Path | None = None,
-    ) -> None:
+    ) -> Built:
         """Load the model, and make the trainer.
 
         Args:
@@ -101,7 +111,6 @@ class RankWorker:
             sharded: FSDP2, or the whole model on each rank, as an adapter's has to be.
             cpu_offload: of a sharded model, see :class:`~dapo.training.parallel.holding.Sharded`.
             objective: in place of the recipe's.
-            faults: folder of updates that were not finite.
 
         Raises:
             UserError: it cannot be loaded, or not be trained this way.
@@ -112,6 +121,8 @@ class RankWorker:
 
         def trainer() -> Trainer:
             model = load_trainable(source or config.model.path, config.model, "cpu" if sharded else self.device)
+            if self.rank == 0:
+                found.update(fingerprint_model(model, self.device))
             set_threads(config, model)
             return Trainer(begin_adapter(model, config.model, config.seed), training, temperature, dtype, held())
 
@@ -125,26 +136,38 @@ class RankWorker:
         def held() -> Replica:
             return Sharded(self.ranks, self.device, cpu_offload) if sharded else Replica(self.ranks, self.device)
 
+        found: dict[str, Any] = {}
         apart = self._in_turn(reference) if sharded and config.algorithm.kl.mode != "off" else None
         made = self._in_turn(trainer) if sharded else self.ranks.together(trainer)
         self._kl = AdaptiveKL(0.0, None, 1)
         self.learner = LocalLearner(made, config, self._kl, objective, reference=apart)
-        if faults is not None and self.rank == 0:
-            self.learner.trainer.faults = FaultFolder(faults)
+        return Built(found, self._of_all(expected_bytes(made)))
 
     def _in_turn(self, load: Callable[[], T]) -> T:
-        """One rank after the other, so that the memory of a host holds one whole model at a time."""
-        found = [self.ranks.together(load, alone=rank) for rank in range(self.size)]
-        return found[self.rank]
+        """One rank of each host after the other, so that the memory of a host holds one whole model at a time."""
+        hosts = self.ranks.gather(socket.gethostname())
+        turns = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+        several = [[rank for rank, its in enumerate(turns) if its == turn] for turn in range(max(turns) + 1)]
+        found = [self.ranks.together(load, alone=ranks) for ranks in several]
+        return found[turns[self.rank]]
+
+    def _of_all(self, size: int) -> int:
+        """Bytes of the whole, where ``size`` is this rank's."""
+        sizes = self.ranks.gather(size)
+        return sum(sizes) if self._sharded else sizes[0]
+
+    @property
+    def _sharded(self) -> bool:
+        return isinstance(self.learner.trainer.policy.held, Sharded)
 
     def use(self, config: Config) -> None:
         """Go on with other settings."""
         self.learner.use(config)
 
-    @property
-    def facts(self) -> Facts:
-        trainer = self.learner.trainer
-        return Facts(trainer.version, trainer.updates, trainer.skipped_updates, trainer.learning_rate)
+    def keep_faults(self, folder: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        """See :meth:`dapo.training.learner.LocalLearner.keep_faults`; rank 0 writes."""
+        if self.rank == 0:
+            self.learner.keep_faults(folder, decode)
 
     def perform(self, method: str, *args: Any, **keywords: Any) -> tuple[Any, Facts]:
         """``self.method(...)``, and the facts after it; of ranks other than the first, no result.
@@ -160,7 +183,7 @@ class RankWorker:
             if lost or isinstance(error, dist.DistError):
                 raise PeerLostError(str(error)) from error
             raise
-        return (result if self.ranks.rank == 0 else None), self.facts
+        return (result if self.ranks.rank == 0 else None), self.learner.facts
 
     def annotate(self, batch: TokenBatch) -> dict[str, FloatArray]:
         """The columns that the recipe asks for."""
@@ -198,14 +221,30 @@ class RankWorker:
         """As :meth:`dapo.training.trainer.Trainer.save`: the weights, for other programs too."""
         self.learner.trainer.save(folder, **how)
 
-    def save(self, folder: Path) -> None:
-        """Write ``model`` and ``optimizer`` into ``folder``. Each is there whole or not at all."""
-        self.learner.trainer.check_finite()
-        self.learner.trainer.save(folder / "model")
-        self.learner.trainer.save_state(folder / "optimizer")
+    def share_rounded_back(self, before: Path, dtype: torch.dtype) -> float:
+        """See :func:`dapo.training.snapshot.share_rounded_back`."""
+        return share_rounded_back(self.learner.trainer, before, dtype)
+
+    def snapshot(self) -> int:
+        """Keep a copy of what this rank would write of a checkpoint in main memory. Returns the bytes of all ranks."""
+        self._frozen = None  # before the next one is made
+        self._frozen = snapshot(self.learner.trainer, self._beside)
+        return self._of_all(snapshot_bytes(self._frozen))
+
+    def begin_write(self, folder: Path, stop_ids: Sequence[int]) -> None:
+        """Write it in a thread, beside updates. See :func:`dapo.training.snapshot.write_snapshot`."""
+        assert self._frozen is not None
+        self._writing = self._writer.submit(write_snapshot, self._frozen, folder, stop_ids)
+
+    def written(self) -> bool:
+        """Whether all ranks have. Raises what it raised."""
+        if not all(self.ranks.gather(self._writing.done())):
+            return False
+        self._writing.result()
+        self._frozen = None
+        return True
 
     def load(self, folder: Path) -> None:
-        """Go on from :meth:`save`, of any number of ranks or of one process."""
-        self.learner.trainer.load(folder / "model")
-        self.learner.trainer.load_state(folder / "optimizer")
+        """Go on from a checkpoint of any number of ranks or of one process."""
+        load_snapshot(self.learner.trainer, folder)
         self._done = None
