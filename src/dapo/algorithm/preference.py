@@ -76,8 +76,8 @@ class LabelledTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Responses:
-    """Some tokens by response, S of them: ``place`` ``[R]`` of each token's, ``lengths`` and ``ends`` (the last token of
-    each) ``[S]``, and the pairs ``better``, ``worse`` ``[P]`` as numbers of responses."""
+    """Some tokens by response, S of them: ``place`` ``[R]`` of each token's, ``lengths`` and ``ends`` (its last token)
+    ``[S]``, and the pairs ``better``, ``worse`` ``[P]`` as numbers of responses."""
 
     place: Tensor
     lengths: Tensor

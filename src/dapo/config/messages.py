@@ -178,8 +178,8 @@ def _elsewhere(key: str, value: Any = None) -> Iterator[tuple[str, str]]:
 
 
 def nearest_key(key: str, root: type[BaseModel] = Config) -> str:
-    """What to say of an unknown key of a tree: what another system's name is here; else the same name in another section; else a
-    similar one in its own section, or a very similar one in another."""
+    """What to say of an unknown key of a tree: what another system's name is here; else the same name in another
+    section; else a similar one in its own section, or a very similar one in another."""
     *parents, last = key.split(".")
     siblings = {name: ".".join([*parents, name]) for name in fields_at(parents, root)}
     for _, answer in _elsewhere(key):

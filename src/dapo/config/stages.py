@@ -39,8 +39,10 @@ class StageTraining(OptimizerConfig):
 
 class StageData(Section):
     train: Files = Field(default_factory=list)
-    """Rows to train on: files (JSON lines, JSON arrays, Parquet, .gz, .zst), folders of saved data sets, or names on the
-    hub, one after the other; written as in the recipe of a run, without weights."""
+    """Rows to train on: files (JSON lines, JSON arrays, Parquet, .gz, .zst), folders of saved data sets, or names on
+    the hub, one after the other; written as in the recipe of a run, without weights."""
+    rows: int | None = Field(None, ge=1)
+    """Use the first so many rows of them; by default all."""
     prompt_key: str = "prompt"
     """Key of the prompt: text, or a list of chat messages. Dots lead into mappings."""
     on_bad_row: Literal["fail", "skip"] = "fail"
@@ -139,8 +141,8 @@ class StageConfig(Section):
         budget, longest = self.training.tokens_per_micro_batch, self.data.max_length
         if budget < longest:
             raise Problems(
-                f"training.tokens_per_micro_batch: is {budget}, but a row may have {longest} tokens (data.max_length); use "
-                f"at least {longest}"
+                f"training.tokens_per_micro_batch: is {budget}, but a row may have {longest} tokens "
+                f"(data.max_length); use at least {longest}"
             )
         if self.runtime.kind != "local":
             raise Problems(f"runtime.kind: is {self.runtime.kind}, but a stage runs in one process; use local")

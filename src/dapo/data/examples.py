@@ -5,7 +5,6 @@ from any position. The first 10,000 rows are checked at once, the others when th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,8 @@ from dapo.util.differences import differences
 class Example:
     """Responses to one prompt, as token ids, that are learned from together.
 
-    ``values``: of each response its rank (lower is better) or its label. ``margin``: how far ahead the better one has to
-    be. ``learned``: of an only response, which tokens are in the loss; empty: all."""
+    ``values``: of each response its rank (lower is better) or its label. ``margin``: how far ahead the better one has
+    to be. ``learned``: of an only response, which tokens are in the loss; empty: all."""
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]
@@ -225,6 +224,10 @@ class _RawRows(Rows):
         part, inside = self._find(number)
         return part.table.raw(inside)
 
+    def first(self, limit: int | None) -> int:
+        """How many of them are used."""
+        return min(len(self), limit or len(self))
+
 
 def open_rows(source: Sequence[DataItem] | Table | Sequence[Mapping[str, Any]]) -> _RawRows:
     """Raises DataError: there are none, or a file cannot be read."""
@@ -250,10 +253,11 @@ class ExampleSource:
     ) -> None:
         """Raises DataError: as ``data.on_bad_row`` says, or no row is left."""
         self._rows, self._encode, self._data, self._seed = rows, encode, data, seed
+        self._count = rows.first(data.rows)
         self.bad = self.too_long = 0
-        self.seen = self.used = 0
+        self.seen = 0
         faults: list[str] = []
-        checked = min(len(rows), CHECKED_ROWS)
+        checked = min(len(self), CHECKED_ROWS)
         for number in range(checked):
             self._usable(number, faults)
         what = f"{names_of(rows)}: of the first {checked:,} rows"
@@ -274,17 +278,17 @@ class ExampleSource:
 
     def _go_to(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
-        self._order = Permutation(len(self._rows), self._seed, "rows", 0, epoch) if self._data.shuffle else None
+        self._order = Permutation(self._count, self._seed, "rows", 0, epoch) if self._data.shuffle else None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._count
 
     def next(self) -> Sequence[Example]:
         """The examples of the next row that can be used.
         Raises DataError: a row is bad and ``data.on_bad_row`` is ``fail``, too many are, or none can be used."""
         faults: list[str] = []
-        for _ in range(2 * len(self._rows)):  # wherever it stands, these hold a whole epoch
-            if self._position == len(self._rows):
+        for _ in range(2 * self._count):  # wherever it stands, these hold a whole epoch
+            if self._position == self._count:
                 self._go_to(self._epoch + 1, 0)
             number = self._position if self._order is None else self._order[self._position]
             self._position += 1
@@ -295,7 +299,7 @@ class ExampleSource:
                 raise DataError(f"{faults[-1]}\n(data.on_bad_row=skip goes on without such rows)")
             if self.bad > self._data.max_bad_rows * max(self.seen, CHECKED_ROWS):
                 raise DataError(f"{faults[-1]}\nThis is bad row {self.bad} of {self.seen} (data.max_bad_rows)")
-        raise DataError(f"{names_of(self._rows)}: none of the {len(self._rows)} rows can be used")
+        raise DataError(f"{names_of(self._rows)}: none of the {self._count} rows can be used")
 
     def _usable(self, number: int, faults: list[str]) -> Sequence[Example]:
         """Of a row; counts what cannot be used."""
@@ -312,7 +316,7 @@ class ExampleSource:
     @property
     def epoch(self) -> float:
         """Passes over the rows so far."""
-        return self._epoch + self._position / len(self._rows)
+        return self._epoch + self._position / self._count
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -336,8 +340,7 @@ def read_examples(rows: _RawRows, encode: Encode, data: StageData, limit: int | 
     Raises DataError: a row is bad; names all of them."""
     faults: list[str] = []
     found: list[Example] = []
-    count = min(len(rows), math.inf if limit is None else limit)
-    for number in range(int(count)):
+    for number in range(rows.first(limit)):
         try:
             found += encode(rows.raw(number))
         except BadRow as fault:

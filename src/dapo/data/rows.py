@@ -136,7 +136,7 @@ def look_up(row: Mapping[Any, Any], key: str) -> tuple[bool, Any]:
 
 
 def text_or_messages(row: Mapping[Any, Any], key: str, setting: str = "data.prompt_key") -> str | Messages:
-    """What a key holds: text or chat messages. ``setting``: that names it. Raises BadRow: nothing, or something else."""
+    """What a key holds: text or chat messages. ``setting``: that names it. Raises BadRow: it holds neither."""
     there, value = look_up(row, key)
     if not there:
         raise BadRow(f"no key {key!r} ({setting}); the keys are {_names(row)}")

@@ -272,6 +272,8 @@ class Lap:
 
 def step_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: float, eta: str) -> list[tuple[str, str]]:
     """Label and text of what matters in a step; a dash where a number is missing or not finite."""
+    if "reward/mean" not in metrics and "groups/kept" not in metrics and "loss" in metrics:  # a stage
+        return _stage_fields(step, total, metrics, seconds, eta)
     speed = next((n for n in ("tokens_per_second/total", "tokens_per_second/rollout") if n in metrics), "")
     return [
         ("step", f"{step}/{total}"),
@@ -288,7 +290,39 @@ def step_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: floa
     ]
 
 
-_WIDTHS = {"step": 7, "reward": 6, "kept": 6, "length": 6, "clip%": 9, "grad": 5, "tok/s": 6, "sec": 5, "left": 5}
+def _stage_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: float, eta: str) -> list[tuple[str, str]]:
+    pairs = [
+        ("accuracy", _shown(metrics, "preference/accuracy", "{:.1%}")),
+        ("margin", _shown(metrics, "preference/margin", "{:+.3f}")),
+        ("chosen", _shown(metrics, "preference/chosen_logprob", "{:.2f}")),
+    ]
+    return [
+        ("step", f"{step}/{total}"),
+        ("loss", _shown(metrics, "loss", "{:.4f}")),
+        *((label, text) for label, text in pairs if text != "-"),
+        ("grad", _shown(metrics, "grad_norm", "{:.3g}")),
+        ("lr", _shown(metrics, "lr", "{:.2g}")),
+        ("tok/s", _compact(_number(metrics, "tokens_per_second/update"))),
+        ("sec", f"{seconds:.1f}"),
+        ("left", eta),
+    ]
+
+
+_WIDTHS = {
+    "step": 7,
+    "loss": 7,
+    "margin": 7,
+    "chosen": 8,
+    "lr": 7,
+    "reward": 6,
+    "kept": 6,
+    "length": 6,
+    "clip%": 9,
+    "grad": 5,
+    "tok/s": 6,
+    "sec": 5,
+    "left": 5,
+}
 """Of columns that are wider than their label; together they fit 80 characters."""
 
 

@@ -1,0 +1,138 @@
+"""``dapo sft``, ``dapo dpo`` and ``dapo reward-model``."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, complete_run, is_setting
+from dapo.commands.train import stopped_by_signals
+from dapo.errors import ConfigError
+from dapo.util.terminal import Terminal
+
+if TYPE_CHECKING:
+    from dapo.config.stages import StageConfig
+
+Recipe = Annotated[
+    str | None,
+    typer.Argument(help="YAML file that describes the stage.", metavar="RECIPE", autocompletion=complete_recipe),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN", help="Go on with the run in this folder.", autocompletion=complete_run),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check recipe and rows, print what follows, start nothing.")]
+
+
+def sft(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Fine-tune a model on demonstrations: prompts with responses, or conversations."""
+    _stage("sft", recipe, overrides, resume, dry_run, quiet, debug)
+
+
+def dpo(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model on preferences: pairs or rankings of responses (DPO, IPO, SimPO)."""
+    _stage("dpo", recipe, overrides, resume, dry_run, quiet, debug)
+
+
+def reward_model(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    curve: Annotated[
+        int, typer.Option(min=0, metavar="K", help="Train K times, on growing parts of the rows, each twice the last.")
+    ] = 0,
+    dry_run: DryRun = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train a reward model on pairs, rankings or labelled texts."""
+    _stage("reward_model", recipe, overrides, resume, dry_run, quiet, debug, curve)
+
+
+def _stage(
+    stage: str,
+    recipe: str | None,
+    overrides: list[str] | None,
+    resume: Path | None,
+    dry_run: bool,
+    quiet: bool,
+    debug: bool,
+    curve: int = 0,
+) -> None:
+    with errors_for_people(debug, output_is_result=dry_run):
+        from dapo.config.plan import existing_recipe, require_files
+        from dapo.config.stages import load_stage
+        from dapo.observe.progress import make_listener
+
+        changes = list(overrides or ())
+        if resume is not None and recipe is not None and is_setting(recipe):
+            changes, recipe = [recipe, *changes], None
+        if (recipe is None) == (resume is None):
+            name = f"dapo {stage.replace('_', '-')}"
+            raise ConfigError(f"give a recipe, {name} RECIPE, or a run to go on with, {name} --resume RUN")
+        if resume is not None:
+            from dapo.stages.run import resume_stage
+
+            config = resume_stage(stage, resume, changes)
+        else:
+            config = load_stage(stage, recipe or "", changes)
+        require_files(config, existing_recipe(recipe) if recipe else None)
+        if dry_run:
+            _dry_run(config)
+            return
+        with closing(make_listener(quiet)) as listener:
+            with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
+                listener.phase("loading")
+                from dapo.observe.run_folder import RunFolder
+                from dapo.stages.run import run_curve, run_stage
+
+                if curve:
+                    summary = run_curve(config, curve, listener, shutdown)
+                else:
+                    folder = RunFolder(resume) if resume else None
+                    summary = run_stage(config, listener, None, folder, shutdown)
+            listener.finished(summary)
+        if not quiet:
+            _say(next_lines(stage, config, summary))
+
+
+def next_lines(stage: str, config: Any, summary: dict[str, Any]) -> list[str]:
+    """What to do after a stage."""
+    model = f"{summary['run_dir']}/model-after"
+    if stage != "reward_model":
+        return [f"train on from here: dapo train RECIPE model.path={model}", f"try it: dapo generate {model} PROMPT"]
+    section = f"kind: model, path: {model}, template: {config.reward_model.template}"
+    return [f"train a policy by it: dapo train RECIPE 'reward={{{section}, max_length: {config.data.max_length}}}'"]
+
+
+def _dry_run(config: StageConfig) -> None:
+    from dapo.observe.progress import PlainListener
+    from dapo.observe.run_folder import config_yaml
+    from dapo.stages.run import Given, StageRun
+
+    run = StageRun(config, PlainListener(Terminal(stderr=True)), Given(), None)
+    print(config_yaml(run.config), end="")
+    print(f"# rows: {len(run.source):,}, held out: {len(run.heldout):,}; updates: {run.config.training.steps:,}")
+
+
+def _say(lines: list[str]) -> None:
+    for line in lines:
+        Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
