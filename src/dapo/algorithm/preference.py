@@ -18,6 +18,9 @@ from torch import Tensor
 PairLoss = Literal["sigmoid", "ipo", "simpo"]
 Statistics = dict[str, tuple[Tensor, Tensor]]
 
+TIE = 1e-4
+"""A margin this small is none: policy and reference are the same but for rounding."""
+
 
 def dpo_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """DPO (arXiv 2305.18290, Eq. 7) of margins ``[P]``; with ``label_smoothing`` e (1 - e) L(m) + e L(-m)."""
@@ -42,6 +45,11 @@ def bradley_terry_loss(better: Tensor, worse: Tensor, margin: Tensor | float = 0
 def outcome_loss(scores: Tensor, labels: Tensor) -> Tensor:
     """Binary cross-entropy of scores ``[N]`` (logits) on labels 0 or 1."""
     return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+
+
+def share_right(margins: Tensor) -> Tensor:
+    """1 where the better one is ahead, 0.5 where neither is, else 0."""
+    return (margins > TIE).float() + 0.5 * (margins.abs() <= TIE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,14 +168,14 @@ def outcome_objective(scores: Tensor, entropy: Tensor, inputs: LabelledTokens) -
     """Binary cross-entropy of the scores ``[R]`` that have a weight."""
     counts = inputs.weights != 0
     weights, scores, labels = inputs.weights[counts], scores[counts], inputs.labels[counts]
-    right = ((scores.detach() > 0) == (labels > 0.5)).float()
+    right = share_right(torch.where(labels > 0.5, scores, -scores).detach())
     return (weights * outcome_loss(scores, labels)).sum(), _means({"accuracy": right, "score": scores.detach()})
 
 
 def pair_statistics(rewards: Tensor, found: Responses) -> Statistics:
-    """Of pairs: how often the better response has the higher reward (equal: half), by how much, and both rewards."""
+    """Of pairs: how often the better response has the higher reward, by how much, and both rewards."""
     chosen, rejected = rewards[found.better], rewards[found.worse]
-    right = (chosen > rejected).float() + 0.5 * (chosen == rejected)
+    right = share_right(chosen - rejected)
     return _means({"accuracy": right, "margin": chosen - rejected, "chosen": chosen, "rejected": rejected})
 
 

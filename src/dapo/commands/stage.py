@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,6 +15,7 @@ from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal
 
 if TYPE_CHECKING:
+    from dapo.config import Config
     from dapo.config.stages import StageConfig
 
 Recipe = Annotated[
@@ -94,7 +95,7 @@ def _stage(
             config = resume_stage(stage, resume, changes)
         else:
             config = load_stage(stage, recipe or "", changes)
-        require_files(config, existing_recipe(recipe) if recipe else None)
+        require_files(cast("Config", config), existing_recipe(recipe) if recipe else None)
         if dry_run:
             _dry_run(config)
             return

@@ -209,7 +209,7 @@ def build_stage(
 def beside(config: StageConfig, folder: Path) -> StageConfig:
     """Files that lie beside the recipe, in ``folder``."""
     data: Any = config.data
-    values = {"data.train": items_beside(data.train, folder)}
+    values: dict[str, Any] = {"data.train": items_beside(data.train, folder)}
     values["evaluation.data"] = items_beside(config.evaluation.data, folder)
     if getattr(data, "chat_template", None):
         values["data.chat_template"] = file_beside(data.chat_template, folder)

@@ -17,8 +17,12 @@ from dapo.util.shutdown import Shutdown, Stopped, awake_for_signals
 class Runnable(Protocol):
     """A run, or a stage: to be called in this order."""
 
-    config: Any
     shutdown: Shutdown
+
+    @property
+    def config(self) -> Any:
+        """The settings, of which ``run.stop_within_s`` is read."""
+        ...
 
     async def check(self) -> None:
         """Before anything heavy is loaded."""

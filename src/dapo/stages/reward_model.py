@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from dapo.algorithm.preference import ScoreObjective, outcome_loss, outcome_objective
+from dapo.algorithm.preference import ScoreObjective, outcome_loss, outcome_objective, share_right
 from dapo.data.examples import Example, labelled, ranked
 from dapo.data.rows import BadRow, Row
 from dapo.errors import ConfigError, ModelError
@@ -108,11 +107,10 @@ class RewardModel:
             [trainer.logprobs(b)[b.columns["weights"] != 0].cpu() for b in map(labels, in_parts(examples))]
         )
         truth = torch.tensor([one.values[0] for one in examples])
-        towards = torch.where(truth > 0.5, scores, -scores).double().numpy()  # above 0: right
+        towards = torch.where(truth > 0.5, scores, -scores).double()  # above 0: right
         loss = float(outcome_loss(scores, truth).mean())
-        right = ((towards > 0) + 0.5 * (towards == 0)).tolist()
-        found = accuracy_metrics(right, self.config.seed)
-        return {**found, "eval/loss": loss, "eval/calibration_error": calibration_error(np.asarray(towards))}
+        found = accuracy_metrics(share_right(towards).tolist(), self.config.seed)
+        return {**found, "eval/loss": loss, "eval/calibration_error": calibration_error(towards.numpy())}
 
 
 def as_classifier(model: Any, pad_token_id: int) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -39,7 +39,7 @@ from dapo.observe.resources import make_recorder
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.trackers import check_trackers, make_trackers
 from dapo.orchestrator.budget import Budget
-from dapo.orchestrator.checkpointer import Checkpointer
+from dapo.orchestrator.checkpointer import Checkpointer, Stateful
 from dapo.orchestrator.evaluator import when
 from dapo.orchestrator.launch import run_to_end
 from dapo.orchestrator.model_writer import ModelWriter
@@ -130,7 +130,7 @@ class StageRun:
         if training.steps is None:
             steps = math.ceil((training.epochs or 1.0) * len(self.source) / training.rows_per_update)
             config = with_values(config, {"training.steps": steps, "training.epochs": None})
-        self.config: Any = config  # the sections that it shares with a run are read as those of a run
+        self.config = cast("Any", config)  # the sections that it shares with a run are read as those of a run
         check_trackers(self.config)
         self._given, self._resume, self._listener, self._tokenizer = given, resume, listener, tokenizer
         self.state = RunState(Budget(self.config.training), tell=lambda role, what, done, total: None)
@@ -195,7 +195,7 @@ class StageRun:
         self._alarms = Alarms(config)
         dtype = getattr(torch, config.model.compute_dtype)
         models = ModelWriter(folder, self.learner, self._tokenizer, tell, self.stage.stop_ids, self._dtype, dtype)
-        roles = {"rows": self.source, "alarms": self._alarms}
+        roles: dict[str, Stateful] = {"rows": self.source, "alarms": self._alarms}
         self._checkpointer = Checkpointer(folder, config.run, self.state, self._best, roles, models, self.shutdown)
         self._closing.push_async_callback(self._checkpointer.close)
         self.learner.keep_faults(folder.faults, self._tokenizer.decode)

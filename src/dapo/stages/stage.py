@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dapo.algorithm.preference import Responses
+from dapo.algorithm.preference import Responses, share_right
 from dapo.data.examples import Example, PolicyText
 from dapo.data.template import PromptTemplate
 from dapo.evaluation.statistics import calibration_error, estimate_means
@@ -25,10 +25,17 @@ EVALUATED_AT_ONCE = 64
 
 
 class Stage(Protocol):
-    """Trains on examples. ``stop_ids``: tokens that go with the weights as the end of a response."""
+    """Trains on examples."""
 
-    objective: Objective
-    stop_ids: Sequence[int]
+    @property
+    def objective(self) -> Objective:
+        """What each update minimises."""
+        ...
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Tokens that go with the weights as the end of a response."""
+        ...
 
     def encode(self, row: Any, /) -> Sequence[Example]:
         """A raw row. Raises BadRow: it cannot be used."""
@@ -94,7 +101,7 @@ def evaluate_pairs(
 ) -> dict[str, float]:
     """How often the better response has the higher reward (mean over rows), whether sigmoid(margin) is calibrated, the
     mean loss, and what the objective itself tells."""
-    margins: list[np.ndarray[Any, Any]] = []
+    margins: list[torch.Tensor] = []
     found: dict[str, list[float]] = {}
     loss = 0.0
     for part in in_parts(examples):
@@ -107,15 +114,15 @@ def evaluate_pairs(
             sums[0], sums[1] = sums[0] + float(amount), sums[1] + float(count)
         responses = Responses.of(inputs)
         rewards = objective.rewards(values, inputs, responses).double()
-        difference = (rewards[responses.better] - rewards[responses.worse]).cpu().numpy()
-        groups = inputs.group_ids[responses.ends[responses.better]].cpu().numpy()
+        difference = (rewards[responses.better] - rewards[responses.worse]).cpu()
+        groups = inputs.group_ids[responses.ends[responses.better]].cpu()
         margins += [difference[groups == number] for number in range(len(part))]
-    right = [float(np.mean((one > 0) + 0.5 * (one == 0))) for one in margins]
+    right = [float(share_right(one).mean()) for one in margins]
     return {
         **{name: amount / count for name, (amount, count) in found.items()},
         **accuracy_metrics(right, seed),
         "eval/loss": loss / len(examples),
-        "eval/calibration_error": calibration_error(np.concatenate(margins)),
+        "eval/calibration_error": calibration_error(torch.cat(margins).numpy()),
     }
 
 
