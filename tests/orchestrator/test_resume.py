@@ -691,7 +691,7 @@ def test_a_fingerprint_tells_another_answer_template_and_stop_token() -> None:
     def of_model(stop: Any) -> str:
         model = tiny_model()
         model.generation_config.eos_token_id = stop
-        return str(fingerprint_model(model)["config"])
+        return str(fingerprint_model(model, model.device)["model"]["config"])
 
     def of_tokenizer(template: str | None) -> str:
         tokenizer = copy.deepcopy(TOKENIZER)

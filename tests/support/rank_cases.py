@@ -19,6 +19,7 @@ from dapo.model.compiling import compile_layers
 from dapo.model.loading import load_model
 from dapo.training.faults import FaultFolder
 from dapo.training.lora import begin_adapter, load_trainable
+from dapo.training.parallel import shards
 from dapo.training.parallel.holding import Replica, Sharded
 from dapo.training.parallel.ranks import ProcessRanks
 from dapo.training.parallel.worker import RankWorker
@@ -94,6 +95,10 @@ class WaitingWorker(RankWorker):
         if self.rank == 1:
             time.sleep(seconds)
         self.ranks.gather(None)
+
+    def slow_disk(self, seconds):
+        save = shards.save_file
+        shards.save_file = lambda *args, **keywords: (time.sleep(seconds), save(*args, **keywords))
 
     def undiagnosed(self, batch):
         return undiagnosed(self.ranks, "sharded", batch)

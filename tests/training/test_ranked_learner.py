@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from training_cases import SHAPE, packed, random_groups, weights_of
 
 from dapo.algorithm.kl import AdaptiveKL
@@ -75,11 +78,29 @@ async def two_updates(learner: Any, step: Step) -> Any:
     return batch
 
 
+def spoiled(mini: Any) -> Any:
+    return mini.with_columns(advantages=np.full_like(mini.columns["advantages"], np.nan))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """By the names of the tensors, in whatever file they are."""
+    return {
+        name: tensor.tobytes() for file in folder.rglob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+
+
+def norms_of(folder: Path) -> dict[str, Any]:
+    """Of the weights, in the report of the only fault."""
+    (report,) = folder.glob("*/report.json")
+    return {name: found["weight"] for name, found in json.loads(report.read_text())["norms"].items()}
+
+
 def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
     """One pair of processes for all of it: columns, reports, a call that came before, a checkpoint, and a death."""
     config, expected = config_of(model), Step()
     alone = local(config, model)
-    columns = asyncio.run(two_updates(alone, expected)).columns
+    expected_batch = asyncio.run(two_updates(alone, expected))
+    columns = expected_batch.columns
 
     async def work(learner: RankedLearner, processes: list[RankProcess]) -> None:
         with pytest.raises(ModelError, match="no such folder"):  # on every rank, and they go on
@@ -101,6 +122,8 @@ def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
 
         with pytest.raises(ValueError, match="update 3 of a step of which 2 were made"):
             await learner.update(1, 3, mini, step)
+        learner.keep_faults(tmp_path / "ranks", str)
+        await learner.update(1, 2, spoiled(mini), step)
         taken = await learner.snapshot()
         await in_thread(taken.write, tmp_path / "checkpoint", (1,))
         await learner.load(tmp_path / "checkpoint")
@@ -109,7 +132,15 @@ def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
         taken = await learner.snapshot()
         with pytest.raises(FileExistsError, match=r"rank 0: .*checkpoint/model exists"):  # of all, and they go on
             await in_thread(taken.write, tmp_path / "checkpoint", (1,))
-        await asyncio.gather(in_thread(taken.write, tmp_path / "more", ()), learner.call("published"))
+
+        await learner.call("slow_disk", 1.0)
+        writing = asyncio.create_task(in_thread(taken.write, tmp_path / "more", ()))  # again, as the first time failed
+        await learner.update(1, 3, mini, step)
+        assert not writing.done() and step.reports[3].skipped is None
+        await writing
+        assert contents(tmp_path / "more") == contents(tmp_path / "checkpoint")  # without that update
+        assert learner.expected_bytes == alone.expected_bytes
+        assert 0 <= taken.bytes - learner.expected_bytes < 1000, "a number for each parameter: Adam's step"
 
         begun = asyncio.ensure_future(learner.call("wait", 60.0))  # rank 0 waits for rank 1, which sleeps
         await asyncio.sleep(0.5)
@@ -119,9 +150,13 @@ def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
             await begun
         assert time.monotonic() - start < 20
         with pytest.raises(RankError, match="rank 1 of 2"):
-            await learner.update(1, 2, mini, step)
+            await learner.update(1, 4, mini, step)
 
     asyncio.run(with_ranks(work, config))
+    alone.keep_faults(tmp_path / "alone")
+    asyncio.run(alone.update(1, 2, spoiled(next(iter(expected_batch.minibatches(2)))), expected))
+    norms, same = (norms_of(tmp_path / name) for name in ("ranks", "alone"))
+    assert norms == {name: pytest.approx(both, rel=1e-4, abs=1e-6) for name, both in same.items()} and norms
     asyncio.run(alone.load(tmp_path / "checkpoint"))
     after = local(config, model)
     asyncio.run(two_updates(after, Step()))

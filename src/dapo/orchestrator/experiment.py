@@ -314,10 +314,14 @@ class Experiment:
             with contextlib.suppress(UserError):  # a summary is not what is rescued
                 self._summarise(reason)
         except Exception as fault:
-            before = f"; the last checkpoint is {self.shutdown.saved}" if self.shutdown.saved else ""
-            return f"{done}; the state could not be saved: {fault}{before}"
-        how = how_to_resume(self.folder.root, self.setup.overrides.in_memory)
-        return f"{done}; the state is in {self.shutdown.saved}; to go on: {how}"
+            why = "" if str(fault) == str(error) else f": {fault}"  # a learner that is gone says the same again
+            told = f"the state could not be saved{why}"
+            if not self.shutdown.saved:
+                return f"{done}; {told}"
+            told += f"; the last checkpoint is {self.shutdown.saved}"
+        else:
+            told = f"the state is in {self.shutdown.saved}"
+        return f"{done}; {told}; to go on: {how_to_resume(self.folder.root, self.setup.overrides.in_memory)}"
 
     def _summarise(self, stopped: str) -> dict[str, Any]:
         facts = {

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dapo.config import Config
 from dapo.orchestrator.step_state import StepState
 from dapo.records import Group, Prompt, TokenBatch
 from dapo.rollout.engine import Engine
-from dapo.training.learner import Facts
-from dapo.training.snapshot import LearnerSnapshot
+
+if TYPE_CHECKING:  # the loop needs no tensors
+    import torch
+
+    from dapo.training.learner import Facts
+    from dapo.training.snapshot import LearnerSnapshot
 
 
 class PromptSource(Protocol):
