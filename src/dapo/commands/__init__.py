@@ -62,6 +62,7 @@ def _root(
 _COMMANDS = (  # in the order of --help
     *(train.train, doctor.doctor, plan.plan, evaluate.evaluate, generate.generate, serve.serve, inspect_command),
     *(ui_command, config.config, demo_command, replay_command, report_command, votes.votes, stage.sft, stage.dpo),
+    stage.phases,
 )
 for _command in _COMMANDS:
     app.command(epilog=EXIT_CODES)(_command)

@@ -1,4 +1,4 @@
-"""``dapo sft``, ``dapo dpo`` and ``dapo reward-model``."""
+"""``dapo sft``, ``dapo dpo``, ``dapo reward-model`` and ``dapo phases``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ Resume = Annotated[
     typer.Option(metavar="RUN", help="Go on with the run in this folder.", autocompletion=complete_run),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check recipe and rows, print what follows, start nothing.")]
+Curve = Annotated[
+    int, typer.Option(min=0, metavar="K", help="Train K times, on growing parts of the rows, each twice the last.")
+]
 
 
 def sft(
@@ -57,15 +60,31 @@ def reward_model(
     recipe: Recipe = None,
     overrides: Overrides = None,
     resume: Resume = None,
-    curve: Annotated[
-        int, typer.Option(min=0, metavar="K", help="Train K times, on growing parts of the rows, each twice the last.")
-    ] = 0,
+    curve: Curve = 0,
     dry_run: DryRun = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Train a reward model on pairs, rankings or labelled texts."""
     _stage("reward_model", recipe, overrides, resume, dry_run, quiet, debug, curve)
+
+
+def phases(
+    recipe: Annotated[str, typer.Argument(help="YAML file with phases.", metavar="RECIPE")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on: phases that are done stay as they are.")] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Run several stages one after the other, such as sft, reward_model and dapo, as phases.NAME of RECIPE say."""
+    with errors_for_people(debug, output_is_result=False):
+        from dapo.observe.progress import make_listener
+        from dapo.stages.phases import REPORT, load_phases, run_phases
+
+        root, found = load_phases(recipe, overrides or ())
+        with closing(make_listener(quiet)) as listener, stopped_by_signals(120.0) as shutdown:
+            run_phases(root, found, listener, resume, shutdown)
+        _say(f"what each phase changed: {root / REPORT}", quiet)
 
 
 def _stage(
@@ -105,23 +124,21 @@ def _stage(
                 from dapo.observe.run_folder import RunFolder
                 from dapo.stages.run import run_curve, run_stage
 
+                folder = RunFolder(resume) if resume else None
                 if curve:
                     summary = run_curve(config, curve, listener, shutdown)
                 else:
-                    folder = RunFolder(resume) if resume else None
                     summary = run_stage(config, listener, None, folder, shutdown)
             listener.finished(summary)
-        if not quiet:
-            _say(next_lines(stage, config, summary))
+        _say(_next(config, f"{summary['run_dir']}/model-after"), quiet)
 
 
-def next_lines(stage: str, config: Any, summary: dict[str, Any]) -> list[str]:
+def _next(config: Any, model: str) -> str:
     """What to do after a stage."""
-    model = f"{summary['run_dir']}/model-after"
-    if stage != "reward_model":
-        return [f"train on from here: dapo train RECIPE model.path={model}", f"try it: dapo generate {model} PROMPT"]
+    if config.stage != "reward_model":
+        return f"train on from here: dapo train RECIPE model.path={model}"
     section = f"kind: model, path: {model}, template: {config.reward_model.template}"
-    return [f"train a policy by it: dapo train RECIPE 'reward={{{section}, max_length: {config.data.max_length}}}'"]
+    return f"train a policy by it: dapo train RECIPE 'reward={{{section}, max_length: {config.data.max_length}}}'"
 
 
 def _dry_run(config: StageConfig) -> None:
@@ -134,6 +151,6 @@ def _dry_run(config: StageConfig) -> None:
     print(f"# rows: {len(run.source):,}, held out: {len(run.heldout):,}; updates: {run.config.training.steps:,}")
 
 
-def _say(lines: list[str]) -> None:
-    for line in lines:
+def _say(line: str, quiet: bool) -> None:
+    if not quiet:
         Terminal().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -35,7 +35,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree["run"] = {}
     if isinstance(tree["run"], dict) and tree["run"].get("dir") is None:
         tree["run"]["dir"] = f"runs/{path.stem}"
-    return _beside(build_config(tree, str(path), where), path.parent)
+    return beside(build_config(tree, str(path), where), path.parent)
 
 
 def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> RewardConfig:
@@ -163,7 +163,9 @@ def items_beside(items: list[DataItem], folder: Path) -> list[DataItem]:
     return [item.model_copy(update={"path": file_beside(item.path, folder)}) for item in items]
 
 
-def _beside(config: Config, folder: Path) -> Config:
+def beside(config: Config, folder: Path) -> Config:
+    """Files that lie beside the recipe, in ``folder``."""
+
     def own(name: str) -> str:
         return _named_beside(name, folder) if ":" in name else name
 

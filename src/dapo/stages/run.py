@@ -360,16 +360,24 @@ def resume_stage(stage: str, run: Path, overrides: Sequence[str] = ()) -> StageC
     if not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder: it holds no config.yaml")
     config = load_stage(stage, folder.config, [*overrides, f"run.dir={run}"])
+    require_same(folder, config)
+    return config
+
+
+def require_same(folder: RunFolder, config: StageConfig) -> None:
+    """Raises ConfigError: a key of ``config`` differs from what the stage in ``folder`` has, and may not."""
     try:
         stored = read_json(folder.fingerprint)["settings"]
     except (OSError, ValueError, KeyError, TypeError):  # killed before it was written
         stored = load_yaml(read_text(folder.config))
-    then = redact(build_stage(stage, stored, str(folder.fingerprint)).model_dump(mode="json"))
+    then = redact(build_stage(config.stage, stored, str(folder.fingerprint)).model_dump(mode="json"))
+    steps = {"training.steps": then["training"]["steps"], "training.epochs": then["training"]["epochs"]}
+    if config.training.steps is None:  # as it was made of its epochs then
+        config = with_values(config, steps)
     changed = differences(then, redact(config.model_dump(mode="json")))
     if refused := [f"{one}" for one in changed if not one.key.startswith(MAY_CHANGE)]:
         lines = "\n".join(refused)
         raise ConfigError(
-            f"{run}: these settings differ from those of the run, and would make it another one:\n{lines}\n"
+            f"{folder.root}: these settings differ from those of the run, and would make it another one:\n{lines}\n"
             "To train on with other settings, start a new run from its weights (model.path)"
         )
-    return config
