@@ -18,9 +18,6 @@ from torch import Tensor
 PairLoss = Literal["sigmoid", "ipo", "simpo"]
 Statistics = dict[str, tuple[Tensor, Tensor]]
 
-TIE = 1e-4
-"""A margin this small is none: policy and reference are the same but for rounding."""
-
 
 def dpo_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """DPO (arXiv 2305.18290, Eq. 7) of margins ``[P]``; with ``label_smoothing`` e (1 - e) L(m) + e L(-m)."""
@@ -49,7 +46,7 @@ def outcome_loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 def share_right(margins: Tensor) -> Tensor:
     """1 where the better one is ahead, 0.5 where neither is, else 0."""
-    return (margins > TIE).float() + 0.5 * (margins.abs() <= TIE)
+    return (margins > 0).float() + 0.5 * (margins == 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

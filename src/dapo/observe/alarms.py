@@ -301,7 +301,7 @@ def _clipping(history: History) -> str | None:
 @_rule(
     "chosen responses less likely",
     "both responses of the pairs lose probability; add dpo.nll=0.2, or lower training.learning_rate or raise dpo.beta",
-    *("preference/chosen_logprob", "preference/margin"),
+    "preference/chosen_logprob",
 )
 def _chosen_less_likely(history: History) -> str | None:
     """The margin grows because the worse responses fall faster than the better ones: what is left is neither."""

@@ -15,7 +15,7 @@ from dapo.data.examples import Example, ranked
 from dapo.model.fingerprint import fingerprint_model
 from dapo.records import TokenBatch
 from dapo.stages.batches import pack_examples, ranked_inputs, rankings
-from dapo.stages.stage import EVALUATED_AT_ONCE, PolicyStage, evaluate_pairs
+from dapo.stages.stage import PolicyStage, evaluate_pairs
 from dapo.training.policy import Policy
 from dapo.training.trainer import Trainer
 from dapo.util.files import read_json, write_json
@@ -44,29 +44,24 @@ class ReferenceLogprobs:
         """Of each response. Raises KeyError: it was not computed."""
         return [self._known[self._key(one.prompt, r)] for one in examples for r in one.responses]
 
-    def compute(self, policy: Policy, examples: Iterator[Example], tell: Any, total: int) -> None:
-        """Of all that are not known yet. ``policy``: as the run began with it."""
-        waiting: list[Example] = []
-        before = len(self._known)
-        for done, one in enumerate(examples, start=1):
-            if any(self._key(one.prompt, response) not in self._known for response in one.responses):
-                waiting.append(one)
-            if len(waiting) == EVALUATED_AT_ONCE:
-                self._add(policy, waiting)
-                waiting = []
-                tell(done, total)
-        if waiting:
-            self._add(policy, waiting)
+    def compute(self, policy: Policy, parts: Iterator[Sequence[Example]], tell: Any) -> None:
+        """Of all that are not known yet, a part at a time. ``policy``: as the run began with it."""
+        before, done = len(self._known), 0
+        for part in parts:
+            done += len(part)
+            if any(self._key(one.prompt, response) not in self._known for one in part for response in one.responses):
+                self._add(policy, part)
+                tell(done)
         if len(self._known) > before:
             write_json(self._file, self._known)
 
     def _add(self, policy: Policy, examples: Sequence[Example]) -> None:
         batch = pack_examples(examples)
-        logprobs = policy.logprobs(batch).cpu().numpy().astype(np.float64)
-        ends = np.cumsum(batch.response_lengths)
-        sums = np.diff(np.concatenate([[0.0], np.cumsum(logprobs)[ends - 1]]))
+        logprobs = policy.logprobs(batch)
+        place = torch.from_numpy(batch.sample_ids).to(logprobs.device)
+        sums = logprobs.new_zeros(batch.num_samples).index_add(0, place, logprobs)  # as the objective adds them up
         keys = [self._key(one.prompt, response) for one in examples for response in one.responses]
-        self._known |= dict(zip(keys, sums.tolist(), strict=True))
+        self._known = dict(zip(keys, sums.tolist(), strict=True)) | self._known
 
 
 class DPO(PolicyStage):
@@ -83,14 +78,14 @@ class DPO(PolicyStage):
     def encode(self, row: Any) -> Sequence[Example]:
         return [self.text.responses(ranked(row, self.config.data))]
 
-    def prepare(self, trainer: Trainer, folder: Path, rows: Iterator[Sequence[Example]], count: int, tell: Any) -> None:
+    def prepare(self, trainer: Trainer, folder: Path, parts: Iterator[Sequence[Example]], tell: Any) -> None:
         """Compute the log-probabilities under the reference policy."""
         if self.objective.loss == "simpo":
             return
         model = fingerprint_model(trainer.policy.model, torch.device("cpu"))["model"]["weights"]
         dtype = str(trainer.policy.compute_dtype)
         self._reference = ReferenceLogprobs(folder / CACHE, f"{model} {dtype}")
-        self._reference.compute(trainer.policy, (one for row in rows for one in row), tell, count)
+        self._reference.compute(trainer.policy, parts, tell)
 
     def batch(self, examples: Sequence[Example]) -> TokenBatch:
         reference = None if self._reference is None else self._reference.of(examples)

@@ -91,7 +91,7 @@ class RewardModel:
         trainer.policy = ScorePolicy(policy.model, 1.0, policy.tokens_per_micro_batch, dtype, policy.held)
         return trainer
 
-    def prepare(self, trainer: Trainer, folder: Path, rows: Iterator[Sequence[Example]], count: int, tell: Any) -> None:
+    def prepare(self, trainer: Trainer, folder: Path, parts: Iterator[Sequence[Example]], tell: Any) -> None:
         """Nothing."""
 
     def batch(self, examples: Sequence[Example]) -> TokenBatch:

@@ -50,7 +50,7 @@ from dapo.stages.dpo import DPO
 from dapo.stages.learner import StageLearner
 from dapo.stages.reward_model import RewardModel
 from dapo.stages.sft import SFT
-from dapo.stages.stage import Stage
+from dapo.stages.stage import Stage, in_parts
 from dapo.training.update_report import UpdateReport
 from dapo.util.asynchronous import in_thread
 from dapo.util.differences import differences
@@ -235,9 +235,10 @@ class StageRun:
         """What is needed of all rows that are to be drawn, from the model that the run begins with."""
         drawn = min(self.config.training.steps * self.config.training.rows_per_update, len(self.source))
         source = self._source_of(lambda text: None)
-        rows = itertools.chain((source.next() for _ in range(drawn)), [self.heldout])
-        tell = partial(self._listener.working, "reference")
-        await in_thread(self.stage.prepare, self.learner.trainer, self._folder.root, rows, drawn, tell)
+        rows = [one for _ in range(drawn) for one in source.next()]
+        parts = itertools.chain(in_parts(self.heldout), in_parts(rows))
+        tell = partial(self._listener.working, "reference", total=len(self.heldout) + len(rows))
+        await in_thread(self.stage.prepare, self.learner.trainer, self._folder.root, parts, tell)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

@@ -49,9 +49,9 @@ class Stage(Protocol):
         """The trainer of the model that was loaded."""
         ...
 
-    def prepare(self, trainer: Trainer, folder: Path, rows: Iterator[Sequence[Example]], count: int, tell: Any) -> None:
-        """Before the first update, and before a checkpoint is read. ``rows``: all that are going to be drawn, ``count``
-        of them. ``tell(done, total)`` hears how far it is."""
+    def prepare(self, trainer: Trainer, folder: Path, parts: Iterator[Sequence[Example]], tell: Any, /) -> None:
+        """Before the first update, and before a checkpoint is read. ``parts``: the held-out rows, as they are
+        evaluated, and all rows that are going to be drawn. ``tell(done)`` hears how many rows are done."""
         ...
 
     def batch(self, examples: Sequence[Example], /) -> TokenBatch:
@@ -87,7 +87,7 @@ class PolicyStage:
         model = begin_adapter(model, self.config.model, self.config.seed)
         return Trainer(model, self.config.training, 1.0, getattr(torch, self.config.model.compute_dtype))
 
-    def prepare(self, trainer: Trainer, folder: Path, rows: Iterator[Sequence[Example]], count: int, tell: Any) -> None:
+    def prepare(self, trainer: Trainer, folder: Path, parts: Iterator[Sequence[Example]], tell: Any) -> None:
         """Nothing."""
 
 
