@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from yaml import YAMLError
 
 from dapo.config.common import HeldOutConfig, OptimizerConfig
 from dapo.config.data import DataItem, Files, WritingConfig
 from dapo.config.plan import existing_recipe
-from dapo.config.reading import build_tree, file_beside, items_beside, read_recipe, with_values
+from dapo.config.reading import build_tree, file_beside, items_beside, load_yaml, read_recipe, with_values
 from dapo.config.section import Problems, Section
 from dapo.config.sections import ModelConfig, RunConfig, RuntimeConfig
 from dapo.errors import ConfigError
+from dapo.util.files import read_text
 
 
 class StageTraining(OptimizerConfig):
@@ -193,6 +195,15 @@ def load_stage(stage: str, recipe: str | Path, overrides: Sequence[str] = ()) ->
     if isinstance(run, dict) and run.get("dir") is None:
         run["dir"] = f"runs/{path.stem}"
     return beside(build_stage(stage, tree, str(path), where), path.parent)
+
+
+def stage_named(recipe: Path) -> str | None:
+    """The stage that a recipe is of; None: it is of none, or cannot be read."""
+    try:
+        tree = load_yaml(read_text(recipe))
+    except (OSError, ValueError, YAMLError):
+        return None
+    return next((name for name in STAGES if isinstance(tree, dict) and tree.get("stage") == name), None)
 
 
 def build_stage(
