@@ -9,15 +9,14 @@ import pytest
 from dapo.config.stages import DPOData, RewardModelData, SFTData
 from dapo.data.examples import (
     Example,
-    ExampleSource,
     PolicyText,
     conversation,
     labelled,
-    open_rows,
+    open_examples,
     ranked,
     read_examples,
 )
-from dapo.data.rows import BadRow
+from dapo.data.rows import BadRow, PythonRows
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
 from data.tokenizers_for_tests import CHAT, CHAT_WITH_BOS, char_tokenizer
@@ -65,7 +64,8 @@ def test_pairs_and_rankings(row, prompt, responses, values):
         ({"chosen": [USER, ASSISTANT], "rejected": [ASSISTANT, ASSISTANT]}, "different conversations"),
         ({"chosen": [USER], "rejected": [USER]}, "must end with a message of the assistant"),
         ({"prompt": "p", "responses": ["a", "b"], "scores": [1, 1]}, "no response in 'responses' is better"),
-        ({"prompt": "p", "responses": ["a", "b"], "scores": [1, True]}, "must be 2 finite numbers"),
+        ({"prompt": "p", "responses": ["a", "b"], "scores": [1, True]}, "must be a list of finite numbers"),
+        ({"prompt": "p", "responses": ["a", "b"], "scores": [1]}, "has 1 numbers for 2 responses"),
         ({"prompt": "p", "responses": "ab"}, "must be a list of texts"),
         ("text", "expected an object"),
     ],
@@ -145,13 +145,18 @@ def encode(row):
     return [Example((1,), ((2,) * row["n"],))]
 
 
-def source(raw, tell=lambda text: None, **data):
-    return ExampleSource(open_rows(raw), encode, SFTData(max_length=20, **data), 0, tell)
+def source(rows, tell=lambda text: None, limit=None, **data):
+    return open_examples(PythonRows(rows, "rows"), encode, SFTData(max_length=20, rows=limit, **data), 0, tell)
+
+
+def length(drawn):
+    (one,) = drawn.meta["examples"]
+    return len(one.responses[0])
 
 
 def test_each_epoch_holds_every_row_once_in_another_order():
     one = source([{"n": n} for n in range(1, 9)])
-    epochs = [[len(one.next()[0].responses[0]) for _ in range(8)] for _ in range(2)]
+    epochs = [[length(one.next()) for _ in range(8)] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(1, 9)) and epochs[0] != epochs[1]
     assert one.epoch == 2.0
 
@@ -162,7 +167,7 @@ def test_it_goes_on_from_any_position():
     for _ in range(11):
         one.next()
     other.load_state(json.loads(json.dumps(one.state())))
-    assert [one.next() for _ in range(9)] == [other.next() for _ in range(9)]
+    assert [length(one.next()) for _ in range(9)] == [length(other.next()) for _ in range(9)]
     assert one.state() == other.state()
     with pytest.raises(DataError, match="the data has changed"):
         source([{"n": 1}]).load_state(one.state())
@@ -174,15 +179,22 @@ def test_bad_rows_are_named_or_skipped_and_long_ones_left_out_aloud():
         source(rows)
     told: list[str] = []
     found = source(rows, told.append, on_bad_row="skip", max_bad_rows=0.5)
-    assert {len(found.next()[0].responses[0]) for _ in range(3)} == {1}
-    assert any("1 are bad" in text for text in told) and any("1 are longer than data.max_length=20" in t for t in told)
-    with pytest.raises(DataError, match="none can be used"):
+    assert {length(found.next()) for _ in range(3)} == {1}
+    assert any("1 of the first 3 rows are bad" in t for t in told) and any(
+        "longer than data.max_length=20" in t for t in told
+    )
+    with pytest.raises(
+        DataError, match=r"no row is left: 1 rows were read, all of them longer than data\.max_length=20"
+    ):
         source([{"n": 30}])
 
 
 def test_rows_limits_what_is_drawn_and_what_is_evaluated():
     rows = [{"n": n} for n in range(1, 9)]
-    limited = source(rows, rows=3)
-    assert {len(limited.next()[0].responses[0]) for _ in range(9)} == {1, 2, 3}
-    found, left_out = read_examples(open_rows([*rows, {"n": 30}]), encode, SFTData(max_length=20), None)
-    assert (len(found), left_out) == (8, 1)
+    limited = source(rows, limit=3)
+    assert {length(limited.next()) for _ in range(9)} == {1, 2, 3}
+    told: list[str] = []
+    heldout = PythonRows([*rows, {"n": 30}], "rows")
+    assert len(read_examples(heldout, encode, SFTData(max_length=20), None, told.append)[0]) == 8
+    assert told == ["evaluation.data: 1 rows are longer than data.max_length=20; they are left out"]
+    assert len(read_examples(heldout, encode, SFTData(max_length=20), 4, told.append)[0]) == 4

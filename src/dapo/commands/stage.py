@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -32,41 +33,26 @@ Curve = Annotated[
 ]
 
 
-def sft(
-    recipe: Recipe = None,
-    overrides: Overrides = None,
-    resume: Resume = None,
-    dry_run: DryRun = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Fine-tune a model on demonstrations: prompts with responses, or conversations."""
-    _stage("sft", recipe, overrides, resume, dry_run, quiet, debug)
+def _command(stage: str, told: str) -> Callable[..., None]:
+    def command(
+        recipe: Recipe = None,
+        overrides: Overrides = None,
+        resume: Resume = None,
+        curve: Curve = 0,
+        dry_run: DryRun = False,
+        quiet: Quiet = False,
+        debug: Debug = False,
+    ) -> None:
+        with errors_for_people(debug, output_is_result=dry_run):
+            _stage(stage, recipe, list(overrides or ()), resume, curve, dry_run, quiet)
+
+    command.__name__, command.__doc__ = stage, told
+    return command
 
 
-def dpo(
-    recipe: Recipe = None,
-    overrides: Overrides = None,
-    resume: Resume = None,
-    dry_run: DryRun = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Train a model on preferences: pairs or rankings of responses (DPO, IPO, SimPO)."""
-    _stage("dpo", recipe, overrides, resume, dry_run, quiet, debug)
-
-
-def reward_model(
-    recipe: Recipe = None,
-    overrides: Overrides = None,
-    resume: Resume = None,
-    curve: Curve = 0,
-    dry_run: DryRun = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Train a reward model on pairs, rankings or labelled texts."""
-    _stage("reward_model", recipe, overrides, resume, dry_run, quiet, debug, curve)
+sft = _command("sft", "Fine-tune a model on demonstrations: prompts with responses, or conversations.")
+dpo = _command("dpo", "Train a model on preferences: pairs or rankings of responses (DPO, IPO, SimPO).")
+reward_model = _command("reward_model", "Train a reward model on pairs, rankings or labelled texts.")
 
 
 def phases(
@@ -88,49 +74,40 @@ def phases(
 
 
 def _stage(
-    stage: str,
-    recipe: str | None,
-    overrides: list[str] | None,
-    resume: Path | None,
-    dry_run: bool,
-    quiet: bool,
-    debug: bool,
-    curve: int = 0,
+    stage: str, recipe: str | None, changes: list[str], resume: Path | None, curve: int, dry_run: bool, quiet: bool
 ) -> None:
-    with errors_for_people(debug, output_is_result=dry_run):
-        from dapo.config.plan import existing_recipe, require_files
-        from dapo.config.stages import load_stage
-        from dapo.observe.progress import make_listener
+    from dapo.config.plan import existing_recipe, require_files
+    from dapo.config.stages import load_stage
+    from dapo.observe.progress import make_listener
+    from dapo.observe.run_folder import RunFolder
 
-        changes = list(overrides or ())
-        if resume is not None and recipe is not None and is_setting(recipe):
-            changes, recipe = [recipe, *changes], None
-        if (recipe is None) == (resume is None):
-            name = f"dapo {stage.replace('_', '-')}"
-            raise ConfigError(f"give a recipe, {name} RECIPE, or a run to go on with, {name} --resume RUN")
-        if resume is not None:
-            from dapo.stages.run import resume_stage
+    if resume is not None and recipe is not None and is_setting(recipe):
+        changes, recipe = [recipe, *changes], None
+    if (recipe is None) == (resume is None):
+        name = f"dapo {stage.replace('_', '-')}"
+        raise ConfigError(f"give a recipe, {name} RECIPE, or a run to go on with, {name} --resume RUN")
+    if resume is not None:
+        from dapo.stages.run import resume_stage
 
-            config = resume_stage(stage, resume, changes)
-        else:
-            config = load_stage(stage, recipe or "", changes)
-        require_files(cast("Config", config), existing_recipe(recipe) if recipe else None)
-        if dry_run:
-            _dry_run(config)
-            return
-        with closing(make_listener(quiet)) as listener:
-            with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
-                listener.phase("loading")
-                from dapo.observe.run_folder import RunFolder
-                from dapo.stages.run import run_curve, run_stage
+        config = resume_stage(stage, resume, changes)
+    else:
+        config = load_stage(stage, recipe or "", changes)
+    require_files(cast("Config", config), existing_recipe(recipe) if recipe else None)
+    if dry_run:
+        _dry_run(config)
+        return
+    with closing(make_listener(quiet)) as listener:
+        with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
+            listener.phase("loading")
+            from dapo.stages.run import run_curve, run_stage
 
-                folder = RunFolder(resume) if resume else None
-                if curve:
-                    summary = run_curve(config, curve, listener, shutdown)
-                else:
-                    summary = run_stage(config, listener, None, folder, shutdown)
-            listener.finished(summary)
-        _say(_next(config, f"{summary['run_dir']}/model-after"), quiet)
+            folder = RunFolder(resume) if resume else None
+            if curve:
+                summary = run_curve(config, curve, listener, shutdown)
+            else:
+                summary = run_stage(config, listener, None, folder, shutdown)
+        listener.finished(summary)
+    _say(_next(config, f"{summary['run_dir']}/model-after"), quiet)
 
 
 def _next(config: Any, model: str) -> str:
@@ -148,7 +125,7 @@ def _dry_run(config: StageConfig) -> None:
 
     run = StageRun(config, PlainListener(Terminal(stderr=True)), Given(), None)
     print(config_yaml(run.config), end="")
-    print(f"# rows: {len(run.source):,}, held out: {len(run.heldout):,}; updates: {run.config.training.steps:,}")
+    print(f"# rows: {run.source.rows:,}, held out: {len(run.heldout):,}; updates: {run.config.training.steps:,}")
 
 
 def _say(line: str, quiet: bool) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from yaml import YAMLError
 
 from dapo.config.common import HeldOutConfig, OptimizerConfig
-from dapo.config.data import DataItem, Files, WritingConfig
+from dapo.config.data import Files, WritingConfig
 from dapo.config.plan import existing_recipe
 from dapo.config.reading import build_tree, file_beside, items_beside, load_yaml, read_recipe, with_values
 from dapo.config.section import Problems, Section
@@ -42,9 +42,9 @@ class StageTraining(OptimizerConfig):
 class StageData(Section):
     train: Files = Field(default_factory=list)
     """Rows to train on: files (JSON lines, JSON arrays, Parquet, .gz, .zst), folders of saved data sets, or names on
-    the hub, one after the other; written as in the recipe of a run, without weights."""
+    the hub; written as in the recipe of a run."""
     rows: int | None = Field(None, ge=1)
-    """Use the first so many rows of them; by default all."""
+    """Use the first so many rows of them, or of each where they have weights; by default all."""
     prompt_key: str = "prompt"
     """Key of the prompt: text, or a list of chat messages. Dots lead into mappings."""
     on_bad_row: Literal["fail", "skip"] = "fail"
@@ -56,13 +56,6 @@ class StageData(Section):
     cut has another end."""
     shuffle: bool = True
     """Draw rows in a seeded random order, another one each epoch."""
-
-    @field_validator("train")
-    @classmethod
-    def _no_weights(cls, value: list[DataItem]) -> list[DataItem]:
-        if any(item.weight is not None for item in value):
-            raise ValueError("has a weight, but every row is drawn once an epoch; leave it out")
-        return value
 
 
 class SFTData(StageData, WritingConfig):

@@ -1,22 +1,21 @@
 """Rows to learn from as they are: demonstrations, preferences, labelled texts.
 
-Consumes tables (``parts.py``) and a way to make token ids of a row; produces :class:`Example` records, without end and
-from any position. The first 10,000 rows are checked at once, the others when they are drawn."""
+Consumes tables (``parts.py``) and a way to make token ids of a row; produces :class:`Example` records, drawn as prompts
+are (``source.py``): without end, from any position, the first 10,000 rows checked at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from dapo.config.data import DataItem
+from dapo.config.data import DataConfig
 from dapo.config.stages import PairKeys, RewardModelData, SFTData, StageData
-from dapo.data.order import Permutation
-from dapo.data.parts import CHECKED_ROWS, Part, Rows, names_of, open_table
-from dapo.data.rows import BadRow, Keys, Messages, PythonRows, Table, listed, look_up, plain_value, text_or_messages
+from dapo.data.parts import DataInput, Part, Rows, open_parts
+from dapo.data.rows import BadRow, Keys, Messages, Row, listed, look_up, plain_value, text_or_messages
+from dapo.data.source import PromptSource
 from dapo.data.template import SAID, PromptTemplate
 from dapo.errors import ConfigError, DataError
-from dapo.util.differences import differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +37,7 @@ class Example:
         return len(self.prompt) + max(map(len, self.responses))
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
+class Texts(NamedTuple):
     """A row of responses as text, otherwise as :class:`Example`."""
 
     prompt: str | Messages
@@ -72,16 +70,18 @@ def conversation(row: Any, keys: SFTData) -> Messages:
 
 def ranked(row: Any, keys: PairKeys, needs_prompt: bool = True) -> Texts:
     """A pair, or a ranking of K responses. Raises BadRow: there is neither, or no response is better than another."""
-    margin = _number(row, keys.margin_key) if isinstance(keys, RewardModelData) else None
-    there, responses = look_up(_mapping(row), keys.responses_key)
-    if there:
-        responses = plain_value(responses)
-        if not isinstance(responses, list) or not all(isinstance(one, str) and one.strip() for one in responses):
-            raise BadRow(f"{keys.responses_key!r} must be a list of texts (data.responses_key)")
-        ranks = _ranks(row, keys, len(responses))
+    margin = _margin(row, keys) if isinstance(keys, RewardModelData) else 0.0
+    if look_up(_mapping(row), keys.responses_key)[0]:
+        responses = _list(row, keys.responses_key, "data.responses_key", (str,), "texts")
+        scores = range(0, -len(responses), -1)  # the best one first
+        if look_up(row, keys.scores_key)[0]:
+            scores = _list(row, keys.scores_key, "data.scores_key", (int, float), "finite numbers")
+        if len(scores) != len(responses):
+            raise BadRow(f"{keys.scores_key!r} has {len(scores)} numbers for {len(responses)} responses")
+        ranks = tuple(float(sum(other > score for other in scores)) for score in scores)
         if len(set(ranks)) < 2:
             raise BadRow(f"no response in {keys.responses_key!r} is better than another one")
-        return Texts(_prompt(row, keys, needs_prompt), tuple(responses), ranks, margin or 0.0)
+        return Texts(_prompt(row, keys, needs_prompt), tuple(responses), ranks, margin)
     (before, chosen), (other, rejected) = (
         _last_turn(row, getattr(keys, name), f"data.{name}") for name in ("chosen_key", "rejected_key")
     )
@@ -89,7 +89,7 @@ def ranked(row: Any, keys: PairKeys, needs_prompt: bool = True) -> Texts:
         raise BadRow(f"{keys.chosen_key!r} and {keys.rejected_key!r} answer different conversations")
     if chosen == rejected:
         raise BadRow(f"{keys.chosen_key!r} and {keys.rejected_key!r} are the same")
-    return Texts(before or _prompt(row, keys, needs_prompt), (chosen, rejected), (0.0, 1.0), margin or 0.0)
+    return Texts(before or _prompt(row, keys, needs_prompt), (chosen, rejected), (0.0, 1.0), margin)
 
 
 def labelled(row: Any, keys: RewardModelData) -> Texts:
@@ -128,22 +128,19 @@ def _last_turn(row: Any, key: str, setting: str) -> tuple[Messages, str]:
     return found[:-1], found[-1]["content"]
 
 
-def _number(row: Any, key: str) -> float | None:
-    there, value = look_up(_mapping(row), key)
+def _margin(row: Any, keys: RewardModelData) -> float:
+    there, value = look_up(_mapping(row), keys.margin_key)
     value = plain_value(value)
-    if there and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise BadRow(f"{key!r} must be a finite number, got {value!r}")
-    return float(value) if there else None
+    if there and type(value) not in (int, float):
+        raise BadRow(f"{keys.margin_key!r} must be a finite number, got {value!r} (data.margin_key)")
+    return float(value) if there else 0.0
 
 
-def _ranks(row: Any, keys: PairKeys, count: int) -> tuple[float, ...]:
-    there, scores = look_up(row, keys.scores_key)
-    if not there:
-        return tuple(map(float, range(count)))
-    scores = plain_value(scores)
-    if not isinstance(scores, list) or len(scores) != count or not all(type(s) in (int, float) for s in scores):
-        raise BadRow(f"{keys.scores_key!r} must be {count} finite numbers, one for each response (data.scores_key)")
-    return tuple(float(sum(other > score for other in scores)) for score in scores)
+def _list(row: Any, key: str, setting: str, types: tuple[type, ...], what: str) -> list[Any]:
+    found = plain_value(look_up(row, key)[1])
+    if not isinstance(found, list) or not all(type(one) in types and one != "" for one in found):
+        raise BadRow(f"{key!r} must be a list of {what} ({setting})")
+    return found
 
 
 # --- as the policy reads and writes it ----------------------------------------------------------------------------
@@ -219,133 +216,86 @@ def _demonstration(ids: Sequence[int], start: int, learned: Sequence[bool]) -> E
 # --- one after the other ------------------------------------------------------------------------------------------
 
 
-class _RawRows(Rows):
-    def raw(self, number: int) -> Any:
-        part, inside = self._find(number)
-        return part.table.raw(inside)
+@dataclass(frozen=True, slots=True)
+class _ExampleRow(Row):
+    """A row whose prompt is its examples."""
 
-    def first(self, limit: int | None) -> int:
-        """How many of them are used."""
-        return min(len(self), limit or len(self))
+    @property
+    def text(self) -> str:
+        return self.place
 
-
-def open_rows(source: Sequence[DataItem] | Table | Sequence[Mapping[str, Any]]) -> _RawRows:
-    """Raises DataError: there are none, or a file cannot be read."""
-    if not isinstance(source, Table) and source and not isinstance(source[0], DataItem):
-        source = PythonRows(list(source), "rows")  # type: ignore[arg-type]
-    if isinstance(source, Table):
-        return _RawRows([Part(source, Keys(), "rows")])
-    if not source:
-        raise DataError("data.train: no rows are given; files of rows to train on (JSONL, Parquet)")
-    items = [(item, open_table(item)) for item in source if isinstance(item, DataItem)]
-    return _RawRows([Part(table, Keys(), f"{n} {item.path}") for n, (item, table) in enumerate(items, start=1)])
+    def doubts(self, keys: Keys) -> Iterator[tuple[str, str]]:
+        return iter(())
 
 
-class ExampleSource:
-    """Rows to draw from, without end: each epoch holds every usable row once.
+class ExampleRows(Rows):
+    """The first ``limit`` rows of several parts, as examples."""
 
-    Attributes:
-        bad, too_long: rows that were left out so far.
-    """
-
-    def __init__(
-        self, rows: _RawRows, encode: Encode, data: StageData, seed: int, tell: Callable[[str], object]
-    ) -> None:
-        """Raises DataError: as ``data.on_bad_row`` says, or no row is left."""
-        self._rows, self._encode, self._data, self._seed = rows, encode, data, seed
-        self._count = rows.first(data.rows)
-        self.bad = self.too_long = 0
-        self.seen = 0
-        faults: list[str] = []
-        checked = min(len(self), CHECKED_ROWS)
-        for number in range(checked):
-            self._usable(number, faults)
-        what = f"{names_of(rows)}: of the first {checked:,} rows"
-        if faults and (data.on_bad_row == "fail" or len(faults) > data.max_bad_rows * checked):
-            raise DataError(listed(faults))
-        if len(faults) + self.too_long == checked:
-            raise DataError(
-                f"{what} none can be used: {self.too_long} are longer than data.max_length={data.max_length}"
-            )
-        for count, why in (
-            (len(faults), "are bad"),
-            (self.too_long, f"are longer than data.max_length={data.max_length}"),
-        ):
-            if count:
-                tell(f"{what} {count:,} {why}; they are left out")
-        self.bad = self.too_long = 0
-        self._go_to(0, 0)
-
-    def _go_to(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
-        self._order = Permutation(self._count, self._seed, "rows", 0, epoch) if self._data.shuffle else None
+    def __init__(self, parts: Sequence[Part], encode: Encode, limit: int | None) -> None:
+        super().__init__(parts)
+        self._encode, self._limit = encode, limit
 
     def __len__(self) -> int:
-        return self._count
+        return min(super().__len__(), self._limit or super().__len__())
 
-    def next(self) -> Sequence[Example]:
-        """The examples of the next row that can be used.
-        Raises DataError: a row is bad and ``data.on_bad_row`` is ``fail``, too many are, or none can be used."""
-        faults: list[str] = []
-        for _ in range(2 * self._count):  # wherever it stands, these hold a whole epoch
-            if self._position == self._count:
-                self._go_to(self._epoch + 1, 0)
-            number = self._position if self._order is None else self._order[self._position]
-            self._position += 1
-            self.seen += 1
-            if found := self._usable(number, faults):
-                return found
-            if faults and self._data.on_bad_row == "fail":
-                raise DataError(f"{faults[-1]}\n(data.on_bad_row=skip goes on without such rows)")
-            if self.bad > self._data.max_bad_rows * max(self.seen, CHECKED_ROWS):
-                raise DataError(f"{faults[-1]}\nThis is bad row {self.bad} of {self.seen} (data.max_bad_rows)")
-        raise DataError(f"{names_of(self._rows)}: none of the {self._count} rows can be used")
-
-    def _usable(self, number: int, faults: list[str]) -> Sequence[Example]:
-        """Of a row; counts what cannot be used."""
-        try:
-            found = self._encode(self._rows.raw(number))
-        except BadRow as fault:
-            faults.append(f"{self._rows.place(number)}: {fault}")
-            self.bad += 1
-            return ()
-        fitting = [one for one in found if one.longest <= self._data.max_length]
-        self.too_long += len(fitting) < len(found)
-        return fitting
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the rows so far."""
-        return self._epoch + self._position / self._count
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        return {part.label: part.fingerprint() for part in self._rows.parts}
-
-    def state(self) -> dict[str, Any]:
-        """The position, in JSON types."""
-        counts = {"seen": self.seen, "bad": self.bad, "too_long": self.too_long}
-        return {"epoch": self._epoch, "position": self._position, **counts, "data": self.fingerprint}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go to a position that :meth:`state` gave. Raises DataError: it was given over other data."""
-        if changes := [str(found) for found in differences(state["data"], self.fingerprint)]:
-            raise DataError("the data has changed since the checkpoint:\n" + "\n".join(changes))
-        self.seen, self.bad, self.too_long = state["seen"], state["bad"], state["too_long"]
-        self._go_to(state["epoch"], state["position"])
+    def __getitem__(self, number: int) -> Row:
+        part, inside = self._find(number)
+        examples: Any = tuple(self._encode(part.table.raw(inside)))
+        return _ExampleRow(examples, None, {"examples": examples}, part.table.place(inside))
 
 
-def read_examples(rows: _RawRows, encode: Encode, data: StageData, limit: int | None) -> tuple[list[Example], int]:
-    """Held-out rows, in their order, and how many were left out as too long.
-    Raises DataError: a row is bad; names all of them."""
-    faults: list[str] = []
+class _Lengths:
+    """In place of a template: a row has the tokens of its longest example."""
+
+    def encode(self, examples: Sequence[Example]) -> Sequence[int]:
+        return range(max(one.longest for one in examples))
+
+    def end(self, ids: Sequence[int]) -> str:
+        return ""
+
+
+def open_examples(
+    source: DataInput, encode: Encode, data: StageData, seed: int, tell: Callable[[str], None]
+) -> PromptSource:
+    """Rows to draw from; each draw has its examples in ``meta``. Those that cannot be used are told, and left out.
+    Raises DataError: as :func:`dapo.data.source.load_prompts`."""
+    settings = _settings(data)
+    parts, weights = open_parts(settings, source, False)
+    streams = [ExampleRows(one, encode, data.rows) for one in ([[part] for part in parts] if weights else [parts])]
+    template: Any = _Lengths()
+    try:
+        found = PromptSource(streams, template, settings, seed=seed, weights=weights, warn=tell)
+    except DataError as error:
+        raise DataError(str(error).replace("max_prompt_length", "max_length").replace("prompt is", "row is")) from None
+    for count, why in (
+        (found.report.bad, "bad"),
+        (found.report.too_long, f"longer than data.max_length={data.max_length}"),
+    ):
+        if count:
+            tell(f"data.train: {count:,} of the first {found.report.checked:,} rows are {why}; they are left out")
+    return found
+
+
+def read_examples(
+    source: DataInput, encode: Encode, data: StageData, limit: int | None, tell: Callable[[str], None]
+) -> tuple[list[Example], dict[str, Any]]:
+    """Held-out rows, in their order, and their fingerprint. Raises DataError: a row is bad; names all of them."""
+    parts, _ = open_parts(_settings(data), source, False)
+    rows, faults = ExampleRows(parts, encode, limit), list[str]()
     found: list[Example] = []
-    for number in range(rows.first(limit)):
+    for number in range(len(rows)):
         try:
-            found += encode(rows.raw(number))
+            found += rows[number].meta["examples"]
         except BadRow as fault:
             faults.append(f"{rows.place(number)}: {fault}")
     if faults:
         raise DataError(listed(faults))
     fitting = [one for one in found if one.longest <= data.max_length]
-    return fitting, len(found) - len(fitting)
+    if left_out := len(found) - len(fitting):
+        tell(f"evaluation.data: {left_out} rows are longer than data.max_length={data.max_length}; they are left out")
+    return fitting, {part.label: part.fingerprint() for part in parts}
+
+
+def _settings(data: StageData) -> DataConfig:
+    shared = data.model_dump(include={"on_bad_row", "max_bad_rows", "shuffle"})
+    return DataConfig(max_prompt_length=data.max_length, **shared)

@@ -273,7 +273,9 @@ class Lap:
 def step_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: float, eta: str) -> list[tuple[str, str]]:
     """Label and text of what matters in a step; a dash where a number is missing or not finite."""
     if "reward/mean" not in metrics and "groups/kept" not in metrics and "loss" in metrics:  # a stage
-        return _stage_fields(step, total, metrics, seconds, eta)
+        shown = [(label, _shown(metrics, name, form)) for label, name, form in _OF_STAGES if name in metrics]
+        speed = _compact(_number(metrics, "tokens_per_second/update"))
+        return [("step", f"{step}/{total}"), *shown, ("tok/s", speed), ("sec", f"{seconds:.1f}"), ("left", eta)]
     speed = next((n for n in ("tokens_per_second/total", "tokens_per_second/rollout") if n in metrics), "")
     return [
         ("step", f"{step}/{total}"),
@@ -290,22 +292,12 @@ def step_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: floa
     ]
 
 
-def _stage_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: float, eta: str) -> list[tuple[str, str]]:
-    pairs = [
-        ("accuracy", _shown(metrics, "preference/accuracy", "{:.1%}")),
-        ("margin", _shown(metrics, "preference/margin", "{:+.3f}")),
-        ("chosen", _shown(metrics, "preference/chosen_logprob", "{:.2f}")),
-    ]
-    return [
-        ("step", f"{step}/{total}"),
-        ("loss", _shown(metrics, "loss", "{:.4f}")),
-        *((label, text) for label, text in pairs if text != "-"),
-        ("grad", _shown(metrics, "grad_norm", "{:.3g}")),
-        ("lr", _shown(metrics, "lr", "{:.2g}")),
-        ("tok/s", _compact(_number(metrics, "tokens_per_second/update"))),
-        ("sec", f"{seconds:.1f}"),
-        ("left", eta),
-    ]
+_OF_STAGES = (
+    *(("loss", "loss", "{:.4f}"), ("accuracy", "preference/accuracy", "{:.1%}")),
+    *(("margin", "preference/margin", "{:+.3f}"), ("chosen", "preference/chosen_logprob", "{:.2f}")),
+    *(("grad", "grad_norm", "{:.3g}"), ("lr", "lr", "{:.2g}")),
+)
+"""Label, metric and form of what matters in an update of a stage, as far as it has it."""
 
 
 _WIDTHS = {

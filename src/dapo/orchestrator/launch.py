@@ -15,30 +15,16 @@ from dapo.util.shutdown import Shutdown, Stopped, awake_for_signals
 
 
 class Runnable(Protocol):
-    """A run, or a stage: to be called in this order."""
+    """A run, or a stage: look before anything heavy is loaded, load it, do all of it for the summary, and close."""
 
     shutdown: Shutdown
 
     @property
-    def config(self) -> Any:
-        """The settings, of which ``run.stop_within_s`` is read."""
-        ...
-
-    async def check(self) -> None:
-        """Before anything heavy is loaded."""
-        ...
-
-    def load(self, run: Callable[[Coroutine[Any, Any, Any]], Any], /) -> None:
-        """What is heavy; ``run`` runs what has to be awaited for it."""
-        ...
-
-    async def run(self) -> dict[str, Any]:
-        """All of it: the summary."""
-        ...
-
-    async def close(self) -> None:
-        """Stop what it holds, within a bounded time."""
-        ...
+    def config(self) -> Any: ...
+    async def check(self) -> None: ...
+    def load(self, run: Callable[[Coroutine[Any, Any, Any]], Any], /) -> None: ...
+    async def run(self) -> dict[str, Any]: ...
+    async def close(self) -> None: ...
 
 
 def run_experiment(

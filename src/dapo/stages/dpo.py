@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dapo.data.examples import Example, ranked
 from dapo.model.fingerprint import fingerprint_model
 from dapo.records import TokenBatch
 from dapo.stages.batches import pack_examples, ranked_inputs, rankings
-from dapo.stages.stage import PolicyStage, evaluate_pairs
+from dapo.stages.stage import Parts, PolicyStage, evaluate_pairs
 from dapo.training.policy import Policy
 from dapo.training.trainer import Trainer
 from dapo.util.files import read_json, write_json
@@ -44,7 +44,7 @@ class ReferenceLogprobs:
         """Of each response. Raises KeyError: it was not computed."""
         return [self._known[self._key(one.prompt, r)] for one in examples for r in one.responses]
 
-    def compute(self, policy: Policy, parts: Iterator[Sequence[Example]], tell: Any) -> None:
+    def compute(self, policy: Policy, parts: Parts, tell: Any) -> None:
         """Of all that are not known yet, a part at a time. ``policy``: as the run began with it."""
         before, done = len(self._known), 0
         for part in parts:
@@ -78,7 +78,7 @@ class DPO(PolicyStage):
     def encode(self, row: Any) -> Sequence[Example]:
         return [self.text.responses(ranked(row, self.config.data))]
 
-    def prepare(self, trainer: Trainer, folder: Path, parts: Iterator[Sequence[Example]], tell: Any) -> None:
+    def prepare(self, trainer: Trainer, folder: Path, parts: Parts, tell: Any) -> None:
         """Compute the log-probabilities under the reference policy."""
         if self.objective.loss == "simpo":
             return

@@ -8,7 +8,7 @@ Transformers with one output, which ``reward: {kind: model}`` loads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from dapo.model.loading import load_model
 from dapo.records import TokenBatch
 from dapo.reward.model.text import PairText
 from dapo.stages.batches import labelled_inputs, labels, ranked_inputs, rankings
-from dapo.stages.stage import accuracy_metrics, evaluate_pairs, in_parts
+from dapo.stages.stage import Parts, accuracy_metrics, evaluate_pairs, in_parts
 from dapo.training.checkpoint import read_tensors
 from dapo.training.objective_protocol import Objective
 from dapo.training.parallel.holding import MODEL, Replica
@@ -91,7 +91,7 @@ class RewardModel:
         trainer.policy = ScorePolicy(policy.model, 1.0, policy.tokens_per_micro_batch, dtype, policy.held)
         return trainer
 
-    def prepare(self, trainer: Trainer, folder: Path, parts: Iterator[Sequence[Example]], tell: Any) -> None:
+    def prepare(self, trainer: Trainer, folder: Path, parts: Parts, tell: Any) -> None:
         """Nothing."""
 
     def batch(self, examples: Sequence[Example]) -> TokenBatch:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,8 @@ import torch
 from dapo.config.reading import load_yaml, with_values
 from dapo.config.secrets import redact
 from dapo.config.stages import StageConfig, build_stage, load_stage
-from dapo.data.examples import Example, ExampleSource, open_rows, read_examples
+from dapo.data.examples import Example, open_examples, read_examples
+from dapo.data.parts import open_table
 from dapo.data.rows import Table
 from dapo.errors import ConfigError, UserError
 from dapo.evaluation.early_stopping import EarlyStopping
@@ -92,7 +92,7 @@ def run_stage(
 def run_curve(config: StageConfig, times: int, listener: Listener, shutdown: Shutdown | None = None) -> dict[str, Any]:
     """Train ``times`` times from the same start, on the first rows of the data: of N at last, N / 2 before, and so on.
     Each is a run of its own inside of the run folder; ``curve.json`` there has rows and held-out numbers of each."""
-    rows = config.data.rows or len(open_rows(config.data.train))
+    rows = config.data.rows or sum(len(open_table(item)) for item in config.data.train)
     root, found = Path(config.run.dir or "runs/run"), []
     for k in reversed(range(times)):
         part = max(2, rows >> k)
@@ -114,21 +114,16 @@ class StageRun:
         listener.phase("loading tokenizer and data")
         tokenizer = given.tokenizer or load_tokenizer(model.tokenizer or model.path, model.trust_remote_code)
         self.stage = STAGES[config.stage](config, tokenizer, given.model or model.path)
-        rows = open_rows(given.rows or data.train)
-        self._source_of = partial(ExampleSource, rows, self.stage.encode, data, config.seed)
-        self.source = self._source_of(listener.warning)
-        held = given.heldout or config.evaluation.data
+        encode, told = self.stage.encode, listener.warning
+        self._open_source = partial(open_examples, given.rows or data.train, encode, data, config.seed)
+        self.source = self._open_source(told)
         self.heldout: Sequence[Example] = ()
         self._held: dict[str, Any] = {}
-        if held:
-            opened = open_rows(held)
-            self.heldout, left_out = read_examples(opened, self.stage.encode, data, config.evaluation.rows)
-            self._held = {part.label: part.fingerprint() for part in opened.parts}
-            if left_out:
-                listener.warning(f"evaluation.data: {left_out} rows longer than data.max_length are left out")
+        if held := given.heldout or config.evaluation.data:
+            self.heldout, self._held = read_examples(held, encode, data, config.evaluation.rows, told)
         training = config.training
         if training.steps is None:
-            steps = math.ceil((training.epochs or 1.0) * len(self.source) / training.rows_per_update)
+            steps = math.ceil((training.epochs or 1.0) * self.source.rows / training.rows_per_update)
             config = with_values(config, {"training.steps": steps, "training.epochs": None})
         self.config = cast("Any", config)  # the sections that it shares with a run are read as those of a run
         check_trackers(self.config)
@@ -164,13 +159,13 @@ class StageRun:
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
+        plan = self._plan = Plan(self.config.training.rows_per_update, self._best)
         await self._open()
         self.state.seconds.credit("start")
-        plan = Plan(self.config.training.rows_per_update, self._best)
         try:
             with self.state.spans.counting():
                 while not plan.finished(self.state):
-                    await self._step(plan)
+                    await self._step()
         except BaseException as error:
             note = await self._rescue(error)
             if isinstance(error, UserError):
@@ -204,7 +199,8 @@ class StageRun:
             check_fingerprint(folder.fingerprint, self._fingerprint, self._listener, config.runtime.deterministic)
             latest = await in_thread(self._checkpointer.checkpoints.latest_intact, tell)
             self._listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")
-        await self._prepare()
+        tell_rows = partial(self._listener.working, "reference", total=len(self.heldout) + self.source.rows)
+        await in_thread(self.stage.prepare, self.learner.trainer, folder.root, self._to_come(), tell_rows)
         if latest is not None:
             await self._checkpointer.load(latest)
         if resume is not None:
@@ -228,30 +224,28 @@ class StageRun:
                 self._metrics.append(0, found)
                 self._checkpointer.note_best()
         training = config.training
-        told = {"rows per update": training.rows_per_update, "rows": len(self.source), "epoch": self.source.epoch}
-        self._listener.started({"steps": training.steps, **told})
+        told = {"steps": training.steps, "rows per update": training.rows_per_update, "rows": self.source.rows}
+        self._listener.started(told)
 
-    async def _prepare(self) -> None:
-        """What is needed of all rows that are to be drawn, from the model that the run begins with."""
-        drawn = min(self.config.training.steps * self.config.training.rows_per_update, len(self.source))
-        source = self._source_of(lambda text: None)
-        rows = [one for _ in range(drawn) for one in source.next()]
-        parts = itertools.chain(in_parts(self.heldout), in_parts(rows))
-        tell = partial(self._listener.working, "reference", total=len(self.heldout) + len(rows))
-        await in_thread(self.stage.prepare, self.learner.trainer, self._folder.root, parts, tell)
+    def _to_come(self) -> Iterator[Sequence[Example]]:
+        """Held-out rows, as they are evaluated, and all rows that the run is going to draw, each once."""
+        yield from in_parts(self.heldout)
+        source = self._open_source(lambda text: None)
+        for part in in_parts(range(min(self.config.training.steps * self._plan.groups, source.rows))):
+            yield [one for _ in part for one in source.next().meta["examples"]]
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    async def _step(self, plan: Plan) -> None:
+    async def _step(self) -> None:
         """One update, unless it was made already, its evaluation, its metrics and its checkpoint."""
-        state, learner = self.state, self.learner
+        state, learner, plan = self.state, self.learner, self._plan
         learner.begin_step(state.steps_done, plan.spent(state))
         if state.step is None:
             position, step = self.source.state(), StepState(None)  # type: ignore[arg-type]  # nothing is sampled
             try:
                 with state.spans("prepare"):
-                    rows = [self.source.next() for _ in range(plan.groups)]
-                    batch = self.stage.batch([one for row in rows for one in row])
+                    rows = [self.source.next() for _ in range(self._plan.groups)]
+                    batch = self.stage.batch([one for row in rows for one in row.meta["examples"]])
                 with state.doing("update", "an update"):
                     await learner.update(state.steps_done, 0, batch, into=step)
             finally:  # it was made, or it was not, whatever came meanwhile

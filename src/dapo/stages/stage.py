@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,51 +20,30 @@ from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.objective_protocol import Objective
 from dapo.training.trainer import Trainer
 
+T = TypeVar("T")
+Parts = Iterator[Sequence[Example]]
 EVALUATED_AT_ONCE = 64
 """Rows of an evaluation whose numbers are on the device together."""
 
 
 class Stage(Protocol):
-    """Trains on examples."""
+    """Reads a raw row (``encode``), loads a model and makes its trainer, and turns examples into a mini-batch and what
+    its objective gets to know of it. ``stop_ids`` go with the weights as the end of a response.
+
+    ``prepare`` comes before the first update, and before a checkpoint is read. ``parts``: held-out rows, as they are
+    evaluated, and all that are going to be drawn; ``tell(done)`` hears how many are done."""
 
     @property
-    def objective(self) -> Objective:
-        """What each update minimises."""
-        ...
-
+    def objective(self) -> Objective: ...
     @property
-    def stop_ids(self) -> Sequence[int]:
-        """Tokens that go with the weights as the end of a response."""
-        ...
-
-    def encode(self, row: Any, /) -> Sequence[Example]:
-        """A raw row. Raises BadRow: it cannot be used."""
-        ...
-
-    def load(self, source: Any, device: torch.device, /) -> Any:
-        """The model as its folder has it, whose fingerprint tells whether it is still the same."""
-        ...
-
-    def trainer(self, model: Any, /) -> Trainer:
-        """The trainer of the model that was loaded."""
-        ...
-
-    def prepare(self, trainer: Trainer, folder: Path, parts: Iterator[Sequence[Example]], tell: Any, /) -> None:
-        """Before the first update, and before a checkpoint is read. ``parts``: the held-out rows, as they are
-        evaluated, and all rows that are going to be drawn. ``tell(done)`` hears how many rows are done."""
-        ...
-
-    def batch(self, examples: Sequence[Example], /) -> TokenBatch:
-        """One mini-batch."""
-        ...
-
-    def inputs(self, batch: TokenBatch, device: torch.device, /) -> Any:
-        """What the objective gets to know of its tokens."""
-        ...
-
-    def evaluate(self, trainer: Trainer, examples: Sequence[Example], /) -> dict[str, float]:
-        """Metrics ``eval/...``."""
-        ...
+    def stop_ids(self) -> Sequence[int]: ...
+    def encode(self, row: Any, /) -> Sequence[Example]: ...
+    def load(self, source: Any, device: torch.device, /) -> Any: ...
+    def trainer(self, model: Any, /) -> Trainer: ...
+    def prepare(self, trainer: Trainer, folder: Path, parts: Parts, tell: Any, /) -> None: ...
+    def batch(self, examples: Sequence[Example], /) -> TokenBatch: ...
+    def inputs(self, batch: TokenBatch, device: torch.device, /) -> Any: ...
+    def evaluate(self, trainer: Trainer, examples: Sequence[Example], /) -> dict[str, float]: ...
 
 
 class PolicyStage:
@@ -87,11 +66,11 @@ class PolicyStage:
         model = begin_adapter(model, self.config.model, self.config.seed)
         return Trainer(model, self.config.training, 1.0, getattr(torch, self.config.model.compute_dtype))
 
-    def prepare(self, trainer: Trainer, folder: Path, parts: Iterator[Sequence[Example]], tell: Any) -> None:
+    def prepare(self, trainer: Trainer, folder: Path, parts: Parts, tell: Any) -> None:
         """Nothing."""
 
 
-def in_parts(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
+def in_parts(examples: Sequence[T]) -> Iterator[Sequence[T]]:
     return (examples[k : k + EVALUATED_AT_ONCE] for k in range(0, len(examples), EVALUATED_AT_ONCE))
 
 
