@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from dapo.errors import ConfigError, UserError
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
 from dapo.stages.learner import StageLearner
-from dapo.stages.run import resume_stage
+from dapo.stages.run import as_begun, resume_stage
+from data.tokenizers_for_tests import CHAT, char_tokenizer
 from run_cases import TOKENIZER, Recorder, loads_whole, steps_of, tiny_model, weights_hash, without_times
-from stage_cases import OWN, ROWS, SETTINGS, run
+from stage_cases import OWN, ROWS, SETTINGS, run, stage_config
 
 STAGES = ["sft", "dpo", "reward_model"]
 
@@ -124,6 +126,18 @@ def test_what_would_make_it_another_run_is_refused(whole, tmp_path):
 
 def test_epochs_are_steps(tmp_path):
     assert run("sft", tmp_path / "run", {"training.steps": None, "training.epochs": 0.5})["steps"] == 5  # 18 rows by 4
+
+
+def test_the_day_that_a_template_tells_is_that_of_the_start(tmp_path):
+    tokenizer = char_tokenizer(chat_template="{{ strftime_now('%Y-%m-%d') }}" + CHAT)
+    model = tiny_model(vocab_size=len(tokenizer))
+    changes = {"data.template": "chat", "data.max_length": 48, "training.steps": 1}
+    begun = {"model": model, "tokenizer": tokenizer}
+    run("sft", tmp_path / "run", changes | {"data.today": date(2024, 5, 1)}, **begun)
+    config = as_begun(RunFolder(tmp_path / "run"), stage_config("sft", tmp_path / "run", changes))
+    assert config.data.today == date(2024, 5, 1)
+    run("sft", tmp_path / "other", changes, **begun)
+    assert yaml.safe_load((tmp_path / "other/config.yaml").read_text())["data"]["today"] is not None
 
 
 def test_a_tree_says_what_is_wrong():

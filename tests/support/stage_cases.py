@@ -54,10 +54,11 @@ def run(
     listener: Any = None,
     rows: Any = None,
     model: Any = None,
+    tokenizer: Any = TOKENIZER,
 ) -> dict[str, Any]:
     """Run a stage with the settings above and ``changes`` (dotted keys); returns the summary."""
     rows = rows or ROWS[stage]
     table, heldout = PythonRows(rows, "rows"), PythonRows(rows[:10], "heldout")
-    given = Given(model or tiny_model(), TOKENIZER, table, heldout)
+    given = Given(model or tiny_model(), tokenizer, table, heldout)
     config = stage_config(stage, folder, changes)
     return run_stage(config, listener or Recorder(), given, RunFolder(folder) if resume else None)

@@ -59,7 +59,7 @@ def stage(
 
     Raises UserError: a setting, a row or the model is wrong; the message says which and what would work.
     """
-    from dapo.stages.run import Given, require_same, run_stage
+    from dapo.stages.run import Given, as_begun, run_stage
 
     tree = dict(flat(settings or {}))
     by_name = isinstance(model, str | Path)
@@ -79,8 +79,7 @@ def stage(
         tree |= {key: found for key, found in (("data.train", files), ("evaluation.data", held_files)) if found}
         config = build_stage(kind, nested(tree))
         folder = RunFolder(Path(resume)) if resume is not None else None
-        if folder is not None:
-            require_same(folder, config)
+        config = as_begun(folder, config) if folder is not None else config
         summary = run_stage(config, listener, Given(None if by_name else model, tokenizer, given, held), folder)
         listener.finished(summary)
         return result_of(summary)

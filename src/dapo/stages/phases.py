@@ -71,7 +71,7 @@ def run_phases(
     Raises ConfigError: a phase is there already; Stopped and UserError as the phases do."""
     from dapo.orchestrator.inputs import RunOverrides
     from dapo.orchestrator.launch import run_experiment
-    from dapo.stages.run import require_same, run_stage
+    from dapo.stages.run import as_begun, run_stage
 
     found: dict[str, Any] = {}
     for name, config in phases.items():
@@ -88,9 +88,7 @@ def run_phases(
         if isinstance(config, Config):
             found[name] = run_experiment(config, listener, RunOverrides(resume=again), shutdown)
         else:
-            if again is not None:
-                require_same(again, config)
-            found[name] = run_stage(config, listener, None, again, shutdown)
+            found[name] = run_stage(as_begun(again, config) if again else config, listener, None, again, shutdown)
         write_atomic(root / REPORT, report(found))
     return found
 

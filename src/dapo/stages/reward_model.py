@@ -39,6 +39,8 @@ _ROWS_AT_ONCE = 2**16
 class RewardModel:
     """The stage ``reward_model``."""
 
+    today = None
+
     def __init__(self, config: Any, tokenizer: Any, source: Any) -> None:
         self.config, self._tokenizer = config, tokenizer
         section = config.reward_model

@@ -13,6 +13,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from dapo.config.stages import StageConfig, build_stage, load_stage
 from dapo.data.examples import Example, open_examples, read_examples
 from dapo.data.parts import open_table
 from dapo.data.rows import Table
-from dapo.errors import ConfigError, UserError
+from dapo.errors import ConfigError, UserError, shortened
 from dapo.evaluation.early_stopping import EarlyStopping
 from dapo.model.export import export_dtype
 from dapo.model.fingerprint import fingerprint_model
@@ -121,10 +122,15 @@ class StageRun:
         self._held: dict[str, Any] = {}
         if held := given.heldout or config.evaluation.data:
             self.heldout, self._held = read_examples(held, encode, data, config.evaluation.rows, told)
+        first = self.source.prompts[0].meta["examples"][0]
+        read, learned = (repr(tokenizer.decode(list(ids))) for ids in (first.prompt, first.responses[0]))
+        listener.phase(f"a row as the model sees it: {shortened(read, 300, ' ...')}, {shortened(learned, 200, ' ...')}")
         training = config.training
         if training.steps is None:
             steps = math.ceil((training.epochs or 1.0) * self.source.rows / training.rows_per_update)
             config = with_values(config, {"training.steps": steps, "training.epochs": None})
+        if (today := self.stage.today) is not None:  # a run that goes on on another day has the same prompts
+            config = with_values(config, {"data.today": today})
         self.config = cast("Any", config)  # the sections that it shares with a run are read as those of a run
         check_trackers(self.config)
         self._given, self._resume, self._listener, self._tokenizer = given, resume, listener, tokenizer
@@ -355,20 +361,21 @@ def resume_stage(stage: str, run: Path, overrides: Sequence[str] = ()) -> StageC
     if not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder: it holds no config.yaml")
     config = load_stage(stage, folder.config, [*overrides, f"run.dir={run}"])
-    require_same(folder, config)
-    return config
+    return as_begun(folder, config)
 
 
-def require_same(folder: RunFolder, config: StageConfig) -> None:
-    """Raises ConfigError: a key of ``config`` differs from what the stage in ``folder`` has, and may not."""
+def as_begun(folder: RunFolder, config: StageConfig) -> StageConfig:
+    """``config`` with what the stage in ``folder`` found when it began: the steps of its epochs, and the day.
+    Raises ConfigError: a key differs from what that stage has, and may not."""
     try:
         stored = read_json(folder.fingerprint)["settings"]
     except (OSError, ValueError, KeyError, TypeError):  # killed before it was written
         stored = load_yaml(read_text(folder.config))
     then = redact(build_stage(config.stage, stored, str(folder.fingerprint)).model_dump(mode="json"))
-    steps = {"training.steps": then["training"]["steps"], "training.epochs": then["training"]["epochs"]}
-    if config.training.steps is None:  # as it was made of its epochs then
-        config = with_values(config, steps)
+    if config.training.steps is None:
+        config = with_values(config, {"training.steps": then["training"]["steps"], "training.epochs": None})
+    if getattr(config.data, "today", 0) is None and (day := then["data"].get("today")):
+        config = with_values(config, {"data.today": date.fromisoformat(day)})
     changed = differences(then, redact(config.model_dump(mode="json")))
     if refused := [f"{one}" for one in changed if not one.key.startswith(MAY_CHANGE)]:
         lines = "\n".join(refused)
@@ -376,3 +383,4 @@ def require_same(folder: RunFolder, config: StageConfig) -> None:
             f"{folder.root}: these settings differ from those of the run, and would make it another one:\n{lines}\n"
             "To train on with other settings, start a new run from its weights (model.path)"
         )
+    return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +29,8 @@ EVALUATED_AT_ONCE = 64
 
 class Stage(Protocol):
     """Reads a raw row (``encode``), loads a model and makes its trainer, and turns examples into a mini-batch and what
-    its objective gets to know of it. ``stop_ids`` go with the weights as the end of a response.
+    its objective gets to know of it. ``stop_ids`` go with the weights as the end of a response; ``today`` is what the
+    chat template takes for it, if it asks.
 
     ``prepare`` comes before the first update, and before a checkpoint is read. ``parts``: held-out rows, as they are
     evaluated, and all that are going to be drawn; ``tell(done)`` hears how many are done."""
@@ -37,6 +39,8 @@ class Stage(Protocol):
     def objective(self) -> Objective: ...
     @property
     def stop_ids(self) -> Sequence[int]: ...
+    @property
+    def today(self) -> date | None: ...
     def encode(self, row: Any, /) -> Sequence[Example]: ...
     def load(self, source: Any, device: torch.device, /) -> Any: ...
     def trainer(self, model: Any, /) -> Trainer: ...
@@ -53,8 +57,9 @@ class PolicyStage:
         """``source``: of the model. Raises ConfigError: the tokenizer cannot write rows as the recipe says."""
         self.config, self._tokenizer = config, tokenizer
         rows = embedding_rows(source, config.model.trust_remote_code)
-        self.template = PromptTemplate(config.data, tokenizer, rows)
-        self.text = PolicyText(self.template, tokenizer, config.data.template != "plain")
+        template = PromptTemplate(config.data, tokenizer, rows)
+        self.today = template.today
+        self.text = PolicyText(template, tokenizer, config.data.template != "plain")
         self.stop_ids: Sequence[int] = (self.text.end,)
 
     def load(self, source: Any, device: torch.device) -> Any:
