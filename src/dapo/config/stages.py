@@ -17,7 +17,8 @@ from dapo.config.data import Files, WritingConfig
 from dapo.config.plan import existing_recipe
 from dapo.config.reading import build_tree, file_beside, items_beside, load_yaml, read_recipe, with_values
 from dapo.config.section import Problems, Section
-from dapo.config.sections import ModelConfig, RunConfig, RuntimeConfig
+from dapo.config.runtime import RuntimeConfig
+from dapo.config.sections import ModelConfig, RunConfig
 from dapo.errors import ConfigError
 from dapo.util.files import read_text
 
