@@ -76,7 +76,7 @@ class Nodes:
 
     def _looker(self, node: str) -> Any:
         place = NodeAffinitySchedulingStrategy(node, soft=False)
-        return ray.remote(NodeLooker).options(num_cpus=0, scheduling_strategy=place).remote()  # type: ignore[attr-defined]
+        return ray.remote(NodeLooker).options(num_cpus=0, scheduling_strategy=place).remote()
 
     def _known(self, line: Look) -> dict[str, float]:
         """Of the actors of a role on a node: the oldest weights, samples in flight, and the share that has nothing to
