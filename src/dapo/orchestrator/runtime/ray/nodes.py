@@ -1,7 +1,7 @@
 """What a run uses on every node of a Ray cluster: a small actor on each looks at the run's processes there.
 
 Consumes: which processes the run has. Produces: lines as of ``observe/resources.py``, each with its node as ``host``:
-one of the node itself (GPUs, network, how much of its memory is taken) and one for each role there. Waits two seconds at
+one of the node itself (GPUs, network, share of its memory in use) and one for each role there. Waits two seconds at
 most; a node that has not answered then, or is gone, is left out of that look.
 """
 
