@@ -7,7 +7,6 @@ disaggregated), which work beside."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
@@ -73,10 +72,10 @@ def apart(config: Config) -> bool:
 def gpus_asked(config: Config) -> dict[str, float]:
     """By role, of a recipe that says so; empty: it takes all that there are."""
     if config.runtime.kind == "ray":
-        counts: Counter[str] = Counter()
+        found: dict[str, float] = {}
         for bundle in bundles(config, gpus=True):
-            counts[bundle.role] += bundle.gpus  # type: ignore[assignment]  (parts of one are allowed)
-        return dict(counts)
+            found[bundle.role] = found.get(bundle.role, 0.0) + bundle.gpus
+        return found
     return {"learner": 1, "engine": config.rollout.tensor_parallel} if apart(config) else {}
 
 

@@ -1,7 +1,7 @@
 """What a run uses on every node of a Ray cluster: a small actor on each looks at the run's processes there.
 
 Consumes: which processes the run has. Produces: lines as of ``observe/resources.py``, each with its node as ``host``:
-one of the node itself (GPUs, network, how much of its memory is taken) and one for each role there. Waits two seconds at
+one of the node itself (GPUs, network, share of its memory in use) and one for each role there. Waits two seconds at
 most; a node that has not answered then, or is gone, is left out of that look.
 """
 
@@ -76,7 +76,7 @@ class Nodes:
 
     def _looker(self, node: str) -> Any:
         place = NodeAffinitySchedulingStrategy(node, soft=False)
-        return ray.remote(NodeLooker).options(num_cpus=0, scheduling_strategy=place).remote()  # type: ignore[attr-defined]
+        return ray.remote(NodeLooker).options(num_cpus=0, scheduling_strategy=place).remote()
 
     def _known(self, line: Look) -> dict[str, float]:
         """Of the actors of a role on a node: the oldest weights, samples in flight, and the share that has nothing to
