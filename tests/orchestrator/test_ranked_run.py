@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +52,32 @@ class Runs:
         return folder
 
 
+class Pool:
+    """Processes for runs, which are made again if one was killed."""
+
+    def __init__(self) -> None:
+        self._processes: list[RankProcess] = []
+
+    def __getitem__(self, some: slice) -> list[RankProcess]:
+        if not all(process.process.is_alive() for process in self._processes) or not self._processes:
+            self.stop()
+            self._processes = pool_of(3)
+        return self._processes[some]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.stop()
+
+
 @pytest.fixture(scope="module")
-def pool() -> Iterator[list[RankProcess]]:
-    processes = pool_of(3)
-    yield processes
-    for process in processes:
-        process.stop()
+def pool() -> Iterator[Pool]:
+    found = Pool()
+    yield found
+    found.stop()
 
 
 @pytest.fixture(scope="module", params=HOW)
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: list[RankProcess]) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Runs:
     """With one on two ranks that was done without a stop, ``whole``."""
     root = tmp_path_factory.mktemp(request.param)
     tiny_model().save_pretrained(root / "base")
@@ -86,14 +102,15 @@ def losses(folder: Path) -> list[float]:
     return [step["loss"] for step in steps_of(folder)]
 
 
-def left_by(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], list[str]]:
-    """What does not hang on float noise: fingerprint, summary, and files without those of weights."""
+def left_by(folder: Path) -> tuple[Any, ...]:
+    """What does not hang on float noise: fingerprint, summary, settings of the model, files but those of weights."""
     of_run = RunFolder(folder)
     begun, ended = (json.loads(file.read_text()) for file in (of_run.fingerprint, of_run.summary))
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if ".safetensors" not in path.name]
     return (
         {name: begun[name] for name in ("device", "model", "tokenizer", "prompts")},
         {name: ended[name] for name in ("steps", "updates", "stopped")},
+        {file.name: file.read_text() for file in of_run.model_after.glob("*.json") if ".index." not in file.name},
         sorted(name for name in names if not name.startswith("samples")),
     )
 
@@ -109,7 +126,7 @@ def test_a_run_over_two_ranks_leaves_what_one_in_this_process_does(runs: Runs) -
         assert_same_weights(two / place, alone / place)
 
 
-def test_a_run_goes_on_inside_of_a_step_on_any_number_of_ranks(runs: Runs, pool: list[RankProcess]) -> None:
+def test_a_run_goes_on_inside_of_a_step_on_any_number_of_ranks(runs: Runs, pool: Pool) -> None:
     update = RankedLearner.update
 
     async def stops(self: RankedLearner, step: int, index: int, *args: Any, **keywords: Any) -> None:
@@ -128,24 +145,20 @@ def test_a_run_goes_on_inside_of_a_step_on_any_number_of_ranks(runs: Runs, pool:
         assert losses(found) == pytest.approx(losses(runs.root / "whole"), abs=1e-4)
 
 
-def test_a_rank_that_is_killed_ends_the_run_which_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_run_which_goes_on_from_its_last_checkpoint(tmp_path: Path, pool: Pool) -> None:
     tiny_model().save_pretrained(tmp_path / "base")
     TOKENIZER.save_pretrained(tmp_path / "base")
-    runs, processes, killed = Runs(tmp_path, tmp_path / "base", "sharded"), pool_of(2), []
+    runs, processes, killed = Runs(tmp_path, tmp_path / "base", "sharded"), pool[:2], []
 
     def kill(step: int) -> None:
-        if step == 2:
+        if step == 3:  # the checkpoint of step 1 is written by now
             killed.append(time.monotonic())
             processes[1].process.kill()
 
-    try:
-        with pytest.raises(RankError, match=r"^rank 1 of 2 failed in .*exit code -9") as caught:
-            runs("run", processes, listener=Recorder(kill))
-    finally:
-        for process in processes:
-            process.stop()
+    with pytest.raises(RankError, match=r"^rank 1 of 2 failed in .*exit code -9") as caught:
+        runs("run", processes, listener=Recorder(kill))
     assert time.monotonic() - killed[0] < 20
     said = str(caught.value)
-    assert re.search(r"could not be saved; the last checkpoint is .*/step-00001; to go on: dapo\.train", said)
+    assert re.search(r"could not be saved; the last checkpoint is .*/step-0000[12]; to go on: dapo\.train", said)
     assert said.count("exit code") == 1
     assert [step["step"] for step in steps_of(runs("run", [], going_on=True))] == [1, 2, 3]
