@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from dapo.algorithm.objective import TokenInputs
 from dapo.algorithm.preference import (
     LabelledTokens,
+    OnlineDPO,
     PairObjective,
     RankedTokens,
     ScoreObjective,
@@ -123,6 +126,30 @@ def test_a_score_is_read_at_the_last_token_and_nowhere_else():
     loss.backward()
     assert loss.item() == pytest.approx(math.log1p(math.exp(-0.5)) + 0.01)
     assert scores.grad[[0, 1, 3]].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_online_the_samples_of_a_group_are_ranked_by_their_advantage():
+    """As the pairs of a ranking; what is masked is in no pair, and a group without pairs counts nothing."""
+    lengths, advantages, groups = [2, 1, 3, 1, 2, 1], [1.0, -1.0, 1.0, 5.0, 0.0, 0.0], [0, 0, 0, 0, 1, 1]
+    counts, rng = torch.tensor(lengths), torch.Generator().manual_seed(0)
+    logprobs, reference = (torch.randn(10, generator=rng).requires_grad_() for _ in range(2))
+    spread = {"advantages": advantages, "sample_ids": list(range(6)), "group_ids": groups, "mask": [True] * 6}
+    spread["mask"][3] = False
+    tokens = {name: torch.tensor(values).repeat_interleave(counts) for name, values in spread.items()}
+    weights = torch.full((10,), 0.5) / torch.tensor([7.0] * 7 + [3.0] * 3)
+    some = dict.fromkeys(("behaviour_logprobs", "proximal_logprobs", "importance"), torch.zeros(10))
+    given = TokenInputs(**tokens, **some, weights=weights, reference_logprobs=reference.detach())
+    loss, told = OnlineDPO()(logprobs, torch.zeros(10), given)
+    gains = [
+        (new - old).sum() for new, old in zip(logprobs.split(lengths), reference.detach().split(lengths), strict=True)
+    ]
+    weight = weights[:7][given.mask[:7]].sum() / 2
+    expected = weight * (dpo_loss(0.1 * (gains[0] - gains[1])) + dpo_loss(0.1 * (gains[2] - gains[1])))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logprobs, retain_graph=True)[0] for x in (loss, expected)))
+    assert told["accuracy"][1] == 2
+    with pytest.raises(ValueError, match=r"algorithm\.kl\.mode=measure"):
+        OnlineDPO()(logprobs, torch.zeros(10), dataclasses.replace(given, reference_logprobs=None))
 
 
 def test_a_tie_is_half_right():

@@ -8,8 +8,8 @@ as no group is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -140,6 +140,28 @@ class PairObjective:
         sums = found.sums(logprobs.detach())
         told = {"chosen_logprob": sums[better], "rejected_logprob": sums[worse]}
         return loss, pair_statistics(rewards.detach(), found) | _means(told)
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineDPO(PairObjective):
+    """The same on the policy's own samples, as an objective of reinforcement learning: of two samples of a group the
+    one with the higher advantage is the better one. A group weighs what its tokens weigh together."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, inputs: Any) -> tuple[Tensor, Statistics]:
+        if inputs.reference_logprobs is None:
+            raise ValueError("needs the reference policy; use algorithm.kl.mode=measure")
+        kept = (inputs.weights, inputs.sample_ids, inputs.group_ids, -inputs.advantages, inputs.reference_logprobs)
+        weights, samples, groups, ranks, reference = (values[inputs.mask] for values in kept)
+        none = torch.zeros_like(reference)
+        given = RankedTokens(weights, samples, groups, ranks, none, none, none)
+        found = Responses.of(given)
+        _, group = groups.unique(return_inverse=True)
+        zeros = none.new_zeros(len(group))
+        pairs = zeros.index_add(0, group[found.ends[found.better]], torch.ones_like(found.better, dtype=zeros.dtype))
+        weights = zeros.index_add(0, group, weights) / pairs.clamp(min=1)
+        given = replace(given, weights=weights[group], reference=found.sums(reference)[found.place])
+        loss, told = PairObjective.__call__(self, logprobs[inputs.mask], entropy, given)
+        return loss, {name.removeprefix("preference/"): pair for name, pair in told.items()}
 
 
 @dataclass(frozen=True, slots=True)
