@@ -16,8 +16,8 @@ from dapo.config.common import HeldOutConfig, OptimizerConfig
 from dapo.config.data import Files, WritingConfig
 from dapo.config.plan import existing_recipe
 from dapo.config.reading import build_tree, file_beside, items_beside, load_yaml, read_recipe, with_values
-from dapo.config.section import Problems, Section
 from dapo.config.runtime import RuntimeConfig
+from dapo.config.section import Problems, Section
 from dapo.config.sections import ModelConfig, RunConfig
 from dapo.errors import ConfigError
 from dapo.util.files import read_text

@@ -73,7 +73,7 @@ def ranked(row: Any, keys: PairKeys, needs_prompt: bool = True) -> Texts:
     margin = _margin(row, keys) if isinstance(keys, RewardModelData) else 0.0
     if look_up(_mapping(row), keys.responses_key)[0]:
         responses = _list(row, keys.responses_key, "data.responses_key", (str,), "texts")
-        scores = list(range(0, -len(responses), -1))  # the best one first
+        scores: list[float] = list(range(0, -len(responses), -1))  # the best one first
         if look_up(row, keys.scores_key)[0]:
             scores = _list(row, keys.scores_key, "data.scores_key", (int, float), "finite numbers")
         if len(scores) != len(responses):
