@@ -142,8 +142,3 @@ class Cluster:
 def nodes_of() -> list[dict[str, float]]:
     """The resources of each node that is alive."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def log_folder() -> str:
-    """Of what the processes of this run print."""
-    return f"{ray._private.worker.global_worker.node.get_session_dir_path()}/logs"
