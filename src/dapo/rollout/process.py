@@ -12,10 +12,12 @@ import gc
 import itertools
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
@@ -74,7 +76,6 @@ class EngineProcess:
             if told is None:
                 raise ProcessError(f"the engine did not start: {self._last_words()} while it loaded the model")
             if isinstance(told, BaseException):
-                self._process.wait()
                 raise told
             what, *arguments = told
             if what == "loaded":
@@ -214,8 +215,9 @@ def _message(content: Any) -> bytes:
 
 def _received(line: socket.socket) -> Any:
     """None: it has ended."""
-    size = int.from_bytes(line.recv(8, socket.MSG_WAITALL))
-    content = line.recv(size, socket.MSG_WAITALL)
+    content = b""
+    with suppress(ConnectionError):  # it has not read all that was sent to it
+        content = line.recv(int.from_bytes(line.recv(8, socket.MSG_WAITALL)), socket.MSG_WAITALL)
     return pickle.loads(content) if content else None
 
 
@@ -244,6 +246,7 @@ def main(line: int, memory: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(1e-4)  # each launch lets the interpreter go, and has to wait for it where the loop is at work
     with socket.socket(fileno=line) as ours, suppress(ConnectionError):
+        threading.Thread(target=_end_with, args=(line,), daemon=True).start()
         try:
             load: Load = _received(ours)
             engines, about = load(_Telling(ours))
@@ -253,6 +256,14 @@ def main(line: int, memory: int) -> None:
         gc.freeze()
         ours.sendall(_message(("loaded", {name: engine.shapes for name, engine in engines.items()}, about)))
         asyncio.run(_serve(engines, ours, memory))
+
+
+def _end_with(line: int) -> None:
+    """Leave at once, whatever this process is at, when the other side has gone."""
+    waiting = select.poll()
+    waiting.register(line, select.POLLRDHUP)
+    waiting.poll()
+    os._exit(0)
 
 
 async def _serve(engines: Mapping[str, NativeEngine], line: socket.socket, memory: int) -> None:
@@ -287,15 +298,13 @@ async def _serve(engines: Mapping[str, NativeEngine], line: socket.socket, memor
             if engine.broken:
                 tell(None, _portable(engine.broken))
 
-    with suppress(OSError, asyncio.IncompleteReadError):
-        while True:
-            size = int.from_bytes(await reader.readexactly(8))
-            key, *asked = pickle.loads(await reader.readexactly(size))
-            if asked:
-                tasks[key] = loop.create_task(answer(key, *asked))
-            elif key in tasks:
-                tasks.pop(key).cancel()
-    os._exit(0)
+    while True:
+        size = int.from_bytes(await reader.readexactly(8))
+        key, *asked = pickle.loads(await reader.readexactly(size))
+        if asked:
+            tasks[key] = loop.create_task(answer(key, *asked))
+        elif key in tasks:
+            tasks.pop(key).cancel()
 
 
 def _portable(error: Exception) -> Exception:

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -266,10 +267,13 @@ async def serve(
         while not why:
             await asyncio.sleep(1)
             why.extend(filter(None, [service.served.ended]))
+        service.served.turn_away(why[0])
 
     async def close() -> None:
         if service.loaded is not None:
             await service.loaded.close()
+        elif service.state == "draining":  # a signal came, and no thread that loads can be told
+            os._exit(0)
 
     how: dict[str, Any] = {"starting": "loading the model", "ready": "{}/v1 (also /health, /ready, /metrics)"}
     how |= {"until": until, "drain_s": drain_s, "say": say}

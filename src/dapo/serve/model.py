@@ -174,7 +174,13 @@ class ServedModel:
             text = f"{param}: {characters} characters; {self.context} tokens of this model have {most} at most"
             raise Refused(400, text, param)
 
+    def turn_away(self, reason: str) -> None:
+        """All who wait for an update that will not come to its end."""
+        for door in self.doors.values():
+            door.release(reason)
+
     async def close(self) -> None:
+        self.turn_away("the server has ended")
         for door in self.doors.values():
             for engine in door.engines:
                 await engine.close()
