@@ -274,6 +274,9 @@ def _in_processes(
     """The same in processes, each of which loads the model; on several GPUs one on each."""
     rows = embedding_rows(config.model.path, config.model.trust_remote_code) or 2**31
     first, count = engine_device(config).index or 0, torch.cuda.device_count()
+    if 0 < count < copies and config.rollout.cache_gib is None:
+        text = f"--engines {copies}: more than the GPUs here ({count}), and those that share one have a cache each"
+        raise ConfigError(f"{text}; say how large each may be, such as --set rollout.cache_gib=8")
     places = [{"rollout.device": f"cuda:{(first + n) % count}"} if count > 1 else {} for n in range(copies)]
     processes = [EngineProcess(partial(_load_there, with_values(config, place), names, tokens)) for place in places]
     engines: list[dict[str, LocalEngine]] = []
