@@ -91,11 +91,6 @@ class ServedModel:
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
-    def version(self) -> int:
-        """The policy version of the weights in use."""
-        return self.doors[self.name].engines[0].version
-
-    @property
     def refusal(self) -> str | None:
         """Why nothing is served; None: something is."""
         every = [door.refusal for door in self.doors.values()]
