@@ -21,7 +21,6 @@ from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Request, hand_over
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.native.paged import build
-from dapo.rollout.process import EngineProcess, ProcessEngine
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import pack
 from dapo.training.policy import Policy
@@ -135,19 +134,6 @@ def paged(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     return engine, template
 
 
-def there(config: Config, listener: Any) -> tuple[dict[str, Any], None]:
-    return {"tiny": _made(config)[0]}, None
-
-
-def apart(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
-    """The native engine in a process of its own, as `dapo serve` has it on a GPU."""
-    process = EngineProcess(functools.partial(there, config := _config(folder)))
-    shapes, _ = process.loaded(None)
-    limits = {"vocabulary": VOCABULARY, "max_sequence": PROMPT + RESPONSE, "stop_ids": STOPS}
-    template = PromptTemplate(config.data, load_tokenizer(str(folder)), VOCABULARY)
-    return ProcessEngine(process, "tiny", shapes["tiny"], **limits), template
-
-
 def openai(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     """Over a `dapo serve` in a process of its own."""
     words = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
@@ -169,7 +155,7 @@ async def ray(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     return await fleet_of(config, template, STOPS), template
 
 
-MAKERS = {"native": native, "paged": paged, "apart": apart, "openai": openai, "ray": ray, "vllm": vllm}
+MAKERS = {"native": native, "paged": paged, "openai": openai, "ray": ray, "vllm": vllm}
 
 
 @contextmanager
