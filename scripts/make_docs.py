@@ -12,7 +12,7 @@ from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
-from dapo.config import Config
+from dapo.config import Config, stages
 from dapo.config.reference import Key, key_of, keys_of
 from dapo.config.section import section_types
 from dapo.observe.metrics import METRICS
@@ -43,7 +43,30 @@ def configuration() -> str:
                 *_rows(kind),
                 *_parts(kind),
             ]
+    lines += [
+        "",
+        "## Stages",
+        "",
+        "Recipes of `dapo sft`, `dapo dpo` and `dapo reward-model` (methods.md) have the sections",
+    ]
+    lines += [
+        "`model`, `evaluation` (`data`, `every`, `rows`, `patience`, `min_improvement`), `runtime` and `run` as above,"
+    ]
+    lines += ["`seed`, and those below."]
+    for title, kinds in STAGE_TABLES.items():
+        rows = dict.fromkeys(row for kind in kinds for row in _rows(kind))
+        lines += ["", f"### {title}", "", "| key | default | meaning |", "|---|---|---|", *rows]
     return "\n".join(lines) + "\n"
+
+
+STAGE_TABLES = {
+    "training of a stage": [stages.StageTraining],
+    "data of sft": [stages.SFTData],
+    "data of dpo": [stages.DPOData],
+    "data of reward_model": [stages.RewardModelData],
+    "dpo": [stages.DPOSection],
+    "reward_model": [stages.RewardModelSection],
+}
 
 
 def _rows(section: type[BaseModel]) -> Iterator[str]:

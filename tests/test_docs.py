@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 from dapo.commands import app
 from dapo.commands.demo.task import make_model, make_tokenizer
 from dapo.commands.shared.errors import EXIT_CODES
-from dapo.config import TrainingConfig, build_config, load_config, warnings_for
+from dapo.config import TrainingConfig, all_keys, build_config, load_config, warnings_for
 from dapo.config.messages import nearest_key
 from dapo.config.on_resume import (
     BETWEEN_STEPS,
@@ -43,8 +43,10 @@ from dapo.config.on_resume import (
     MAY_CHANGE_UNLESS_DETERMINISTIC,
 )
 from dapo.config.reference import all_values
+from dapo.config.stages import STAGES, build_stage
 from dapo.model.loading import load_model
 from dapo.observe.metrics import describe
+from dapo.stages.phases import load_phases
 from dapo.stages.sft import imitate
 from dapo.training.trainer import Trainer
 
@@ -133,7 +135,13 @@ class Session:
             )
 
     def _recipe(self, block: Block) -> None:
-        build_config({"model": {"path": "model"}} | yaml.safe_load(block.text))
+        tree = yaml.safe_load(block.text)
+        if "phases" in tree:
+            load_phases(str(block.file))
+        elif "stage" in tree:
+            build_stage(tree["stage"], tree)
+        else:
+            build_config({"model": {"path": "model"}} | tree)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +236,8 @@ def test_the_patterns_find_what_they_look_for() -> None:
 
 def _is_key(name: str) -> bool:
     """Whether ``name`` is a key of the config, or a section."""
-    return any(key == name or key.startswith(f"{name}.") for key in all_values())
+    keys = [*all_values(), *(key for stage in STAGES.values() for key in all_keys(stage))]
+    return any(key == name or key.startswith(f"{name}.") for key in keys)
 
 
 @pytest.mark.parametrize("document", PAGES, ids=_name)

@@ -39,6 +39,7 @@ def config_with(**changes: Any) -> Config:
 
 CONFIG = config_with()
 HEALTHY: Metrics = {
+    "preference/chosen_logprob": -20.0,
     "grad_norm/max": 0.4,
     "entropy": 0.5,
     "accuracy": 0.4,
@@ -182,6 +183,12 @@ PLANTED: dict[str, tuple[str, int, str, Plant]] = {
         5,
         "2 versions, and rollout.ahead=1",
         lambda n: {"staleness/mean": 1.95},
+    ),
+    "pairs lose both": (
+        "chosen responses less likely",
+        2,
+        "log-probability of -26.7, from -20.0 at the start",
+        lambda n: {"preference/chosen_logprob": -30.0},
     ),
     "many grow too old": ("stale groups", 1, "16 good groups", lambda n: {"groups/stale": 16.0}),
     "draws near the limit": ("starvation", 2, "of 160 allowed", lambda n: {"groups/drawn": 150.0}),

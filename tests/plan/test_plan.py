@@ -300,8 +300,12 @@ def test_evaluations_of_known_rows_count(tmp_path: Path) -> None:
     ("arguments", "said", "code"),
     [
         (("--cluster", "8xX1"), "--cluster", 2),
-        (("rollout.device=cuda:1",), "give 2xH200", 2),
-        (("rollout.device=cuda:1", "--cluster", "8xH100-PCIe"), "has 2 GPUs; give 2xH100-PCIe", 2),
+        (("rollout.device=cuda:1", "--cluster", "H200"), "give 2xH200", 2),
+        (
+            ("rollout.device=cuda:1", "--cluster", "8xH100-PCIe"),
+            "asks for 2 GPUs (1 for learner, 1 for engine); give 2xH100-PCIe",
+            2,
+        ),
         (("model.path=no/such",), "published", 1),
     ],
 )

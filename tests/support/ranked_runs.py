@@ -80,7 +80,7 @@ def pool_of(size: int) -> list[RankProcess]:
 def over(processes: Sequence[RankProcess], sharded: bool, folder: Path) -> Any:
     """In place of :func:`dapo.orchestrator.runtime.place`: ranks in the pool, a native engine here."""
 
-    def place(setup: Any, kl: Any, out_of_time: Any, wait: Any) -> Placed:
+    def place(setup: Any, kl: Any, out_of_time: Any, wait: Any, tell: Any) -> Placed:
         config = setup.config
         learner = RankedLearner([Seat(process, len(processes)) for process in processes], kl, grace_s=2.0)
         wait(learner.start("", config, sharded=sharded, objective=setup.overrides.objective))

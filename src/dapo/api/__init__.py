@@ -146,8 +146,7 @@ def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -
 
         changes = [f"{key}={json.dumps(value, default=str)}" for key, value in tree.items() if key != "run.dir"]
         return resume_config(folder.root, None, changes)
-    free = next(name for k in range(1, 10_000) if not Path(name := f"runs/python-{k}".removesuffix("-1")).exists())
-    config = build_config(nested(dict(SIZES) | {"run.dir": free} | dict(tree)), "settings")
+    config = build_config(nested(dict(SIZES) | {"run.dir": free_folder()} | dict(tree)), "settings")
     if "template" in config.data.model_fields_set:
         return config
 
@@ -155,6 +154,11 @@ def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -
 
     named = config.model.tokenizer or config.model.path
     return with_template(config, tokenizer or load_tokenizer(named, config.model.trust_remote_code))
+
+
+def free_folder() -> str:
+    """For a run without a name."""
+    return next(name for k in range(1, 10_000) if not Path(name := f"runs/python-{k}".removesuffix("-1")).exists())
 
 
 def _run(config: Config, listener: Listener, inputs: RunOverrides) -> Result:
@@ -167,7 +171,7 @@ def _run(config: Config, listener: Listener, inputs: RunOverrides) -> Result:
         experiment = Experiment(config, listener, inputs)
         summary = run_to_end(experiment)
         listener.finished(summary)
-        return _result(summary)
+        return result_of(summary)
     except KeyboardInterrupt:
         result = _interrupted(experiment)
         if result is None:
@@ -180,7 +184,7 @@ def _run(config: Config, listener: Listener, inputs: RunOverrides) -> Result:
             inputs.model.set_attn_implementation(attention)
 
 
-def _result(summary: Mapping[str, Any]) -> Result:
+def result_of(summary: Mapping[str, Any]) -> Result:
     """Of a run whose folder holds weights. Raises ModelError: it holds none."""
     run_dir = Path(summary["run_dir"])
     steps = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["step"]]  # 0: before training
@@ -194,6 +198,6 @@ def _interrupted(experiment: Experiment | None) -> Result | None:
     try:
         folder = experiment.folder
         summary = read_json(folder.summary) if folder.summary.is_file() else {}
-        return _result(summary | {"run_dir": str(folder.root), "stopped": "interrupted"})
+        return result_of(summary | {"run_dir": str(folder.root), "stopped": "interrupted"})
     except (ModelError, OSError, ValueError):
         return None

@@ -38,17 +38,17 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
             ray.shutdown()
     wanted = bundles(config, any(node.get("GPU") for node in nodes))
     cpus = sum(bundle.cpus for bundle in wanted)
-    if address is None and cpus > nodes[0]["CPU"]:  # the run starts Ray with as many: workers share the cores
-        yield Finding(
-            "machine", "cluster", "warn", f"{cpus:g} CPUs are asked for, and this machine has {nodes[0]['CPU']:g}"
-        )
+    told = told_of(nodes)
+    if address is None and cpus > nodes[0]["CPU"]:  # the run starts Ray with as many
+        text = f"{cpus:g} CPUs are asked for, and this machine has {nodes[0]['CPU']:g}, which its workers share"
+        yield Finding("machine", "cluster", "warn", text, "fewer runtime.*.workers, if it is slow")
         nodes[0]["CPU"] = cpus
     short = list(shortages(wanted, nodes))
     for line in short:
         what, _, fix = line.partition("; ")
         yield Finding("machine", "cluster", "fail", f"{here}: {what}", fix)
     if not short:
-        yield Finding("machine", "cluster", "pass", f"{here}: {told_of(nodes)}, for {_told(wanted)}")
+        yield Finding("machine", "cluster", "pass", f"{here}: {told}, for {_told(wanted)}")
 
 
 def require_answer(address: str) -> None:

@@ -31,8 +31,8 @@ decoding       2 x 4 V s in a step of the rollout
 Prediction and measurement are compared in tests/checks/test_doctor_memory.py; the libraries themselves (about half a
 GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
 while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
-the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case,
-and vLLM's, which takes all of cache_gib: the learner had not given its memory back when vLLM woke.
+the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case.
+vLLM takes all of cache_gib, once the learner has given back what it has freed.
 An engine on another device (``rollout.device``) is not in it.
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
@@ -142,7 +142,7 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False, ranks: int 
     cache = rows * longest * cached_numbers(text) * text.num_hidden_layers * width
     if on_gpu and rollout.cache_gib is not None:
         cache = int(rollout.cache_gib * GIB) if rollout.engine == "vllm" else min(cache, int(rollout.cache_gib * GIB))
-    stays = on_gpu and (config.cache_stays or rollout.engine == "vllm")
+    stays = on_gpu and config.cache_stays
     apart = rollout.device not in (None, *(("cuda", "cuda:0") if on_gpu else ("cpu",)))
     vllm = 0 if apart or rollout.engine != "vllm" else width * parameters
     second = bool(config.ahead) and config.evaluation.while_sampling == "copy"
@@ -307,6 +307,8 @@ def check_snapshot(context: CheckContext) -> Iterator[Finding]:
     """Whether there is main memory for the copy of a checkpoint's state, which is written while the training goes on.
     Nothing is said where the run itself does not fit, which has been told."""
     shape, config = context.need(context.shape, "model"), context.config
+    if config.runtime.kind == "ray":
+        return
     on_gpu = context.need(context.device, "device").type == "cuda"
     snapshot = checkpoint_bytes(trained_of(shape))
     memory, free = predict_memory(config, shape, on_gpu), free_memory()

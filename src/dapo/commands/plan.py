@@ -23,8 +23,12 @@ def plan(
     ],
     overrides: Overrides = None,
     cluster: Annotated[
-        str, typer.Option(metavar="[[HOSTSx]GPUSx]CARD", help="Such as 8x8xH100: 8 hosts of 8 GPUs each.")
-    ] = "H200",
+        str | None,
+        typer.Option(
+            metavar="[[HOSTSx]GPUSx]CARD",
+            help="Such as 8x8xH100: 8 hosts of 8 GPUs each. By default as many H200 as the recipe's runtime asks for.",
+        ),
+    ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="US dollars for an hour of a GPU.")] = None,
     response: Annotated[
         float | None, typer.Option(min=1, help="Tokens of a response, on average; by default half of the limit.")
@@ -43,13 +47,14 @@ def plan(
 
     model.path may also name a published model (Qwen/Qwen2.5-7B) or a size (7B): only the shape is wanted.
 
-    Training is divided over all GPUs of the cluster, which no recipe can start yet: a run trains on one.
+    With runtime.kind=ray the recipe says how many GPUs it has. Otherwise training is divided over all GPUs of the
+    cluster, as runtime.kind=ray would do it.
 
     Exit code 1 if it does not fit into the GPUs' memory; then the plan says what would.
     """
     with errors_for_people(debug):
         from dapo.config import load_config
-        from dapo.plan.estimate import Assumed
+        from dapo.plan.estimate import Assumed, cluster_of
 
         config = load_config(recipe, overrides or ())
         filters = config.algorithm.filter_groups.enable
@@ -59,7 +64,7 @@ def plan(
             keep=keep if filters else 1.0,
             reward_s=reward_s,
         )
-        found = planned(config, cluster, assumed, price)
+        found = planned(config, cluster or cluster_of(config), assumed, price)
         if as_json:
             print_json(found)
         else:
@@ -79,7 +84,7 @@ def planned(config: Config, cluster: str, assumed: Assumed, price: float | None 
     evaluations = estimate.evaluations_s(steps)
     hours = (steps * seconds["step"] + (evaluations or 0.0)) / 3600 * where.total
     would_fit = {} if estimate.fits else dict(estimate.would_fit())
-    more = estimate.ranks > 1 or any("GPUs" in change for change in would_fit)
+    more = config.runtime.kind == "local" and (estimate.ranks > 1 or any("GPUs" in change for change in would_fit))
     unknown = ["evaluations are not in it, as it is not known how many rows they have"] if evaluations is None else []
     return {
         "model": name,
@@ -87,7 +92,9 @@ def planned(config: Config, cluster: str, assumed: Assumed, price: float | None 
         "cluster": {"hosts": where.hosts, "gpus_of_each": where.gpus, "card": where.name},
         "fits": estimate.fits,
         "gpu_gib": _gib(parts | {"needed at once": estimate.needed(), "usable": estimate.usable}),
-        "not_yet": "no recipe can start training on more than one GPU yet" if more else "",
+        "not_yet": "this recipe trains on one GPU; for more it needs runtime.kind=ray and runtime.learner.workers"
+        if more
+        else "",
         "would_fit": _gib(would_fit),
         "engine": estimate.engine_note(),
         "rows_at_once": estimate.rows,

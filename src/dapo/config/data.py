@@ -75,9 +75,35 @@ NO_VARIABLES = frozenset(
 """Names that a chat template is given by the program itself, or that are no variables of a template."""
 
 
-class DataConfig(Section):
+class WritingConfig(Section):
     WRITING: ClassVar = ("template", "chat_template", "chat_template_kwargs", "today", "instruction", "system")
     """Keys that say how a row becomes a prompt."""
+    template: Literal["plain", "chat", "dapo"] = "chat"
+    """How a row becomes a prompt: `plain` (as it stands), `chat` (the tokenizer's chat template), `dapo` (the "Answer:"
+    instruction of the paper's training data around it, then the chat template). For a tokenizer without a chat template
+    (a base model) `chat` is refused, and `dapo` writes plain text."""
+    chat_template: PathText | None = None
+    """File with a chat template (Jinja) to use in place of the tokenizer's own, beside the recipe."""
+    chat_template_kwargs: JsonMapping = Field(default_factory=dict)
+    """Variables of the chat template, such as `{enable_thinking: false}` for Qwen3. One that it does not have is
+    refused."""
+    today: date | None = None
+    """What a chat template that writes the date (Llama 3's) takes for today. By default the day on which a run starts;
+    its config.yaml keeps it, so that prompts stay the same."""
+    instruction: str = ""
+    """Text put after every prompt (templates `plain` and `chat`)."""
+    system: str | None = None
+    """System message (templates `chat` and `dapo`)."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables_of_a_template(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := NO_VARIABLES & value.keys():
+            raise ValueError(f"{', '.join(sorted(taken))}: is set by the program, and cannot be given; leave it out")
+        return value
+
+
+class DataConfig(WritingConfig):
     train: Files = Field(default_factory=list)
     """What to train on: files (JSON lines or JSON arrays, plain, .gz or .zst; Parquet), folders of saved data sets, or
     names on the hub. An item is a path, or a mapping with `path` and, as needed, `name` and `split` (of a data set),
@@ -96,22 +122,6 @@ class DataConfig(Section):
     Rows to evaluate on are never skipped."""
     max_bad_rows: float = Field(0.01, ge=0, le=1)
     """Share of bad rows above which `skip` stops too."""
-    template: Literal["plain", "chat", "dapo"] = "chat"
-    """How a row becomes a prompt: `plain` (as it stands), `chat` (the tokenizer's chat template), `dapo` (the "Answer:"
-    instruction of the paper's training data around it, then the chat template). For a tokenizer without a chat template
-    (a base model) `chat` is refused, and `dapo` writes plain text."""
-    chat_template: PathText | None = None
-    """File with a chat template (Jinja) to use in place of the tokenizer's own, beside the recipe."""
-    chat_template_kwargs: JsonMapping = Field(default_factory=dict)
-    """Variables of the chat template, such as `{enable_thinking: false}` for Qwen3. One that it does not have is
-    refused."""
-    today: date | None = None
-    """What a chat template that writes the date (Llama 3's) takes for today. By default the day on which a run starts;
-    its config.yaml keeps it, so that prompts stay the same."""
-    instruction: str = ""
-    """Text put after every prompt (templates `plain` and `chat`)."""
-    system: str | None = None
-    """System message (templates `chat` and `dapo`)."""
     max_prompt_length: int = Field(2048, ge=1)
     """Longest prompt in tokens, template included. Longer ones are skipped and counted in training; an evaluation
     leaves none out."""
@@ -119,13 +129,6 @@ class DataConfig(Section):
     """Draw rows in a seeded random order, another one each epoch. Off: in the order of the files."""
     shuffle_answers: bool = False
     """Control experiment: permute the answers over the training rows. What is still learned is not from the reward."""
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _variables_of_a_template(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := NO_VARIABLES & value.keys():
-            raise ValueError(f"{', '.join(sorted(taken))}: is set by the program, and cannot be given; leave it out")
-        return value
 
     @field_validator("train")
     @classmethod

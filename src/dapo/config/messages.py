@@ -56,7 +56,7 @@ _SWITCHED_BY = {
 """Sections without ``enable`` for which true or false may be given: the key that does it, with its value for each."""
 
 
-def explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
+def explain(item: Any, source: str, where: Mapping[str, str], root: type[BaseModel] = Config) -> Iterator[str]:
     path, kind = _without_tags([str(p) for p in item["loc"]])
     key = ".".join(path)
     if item["type"] == "value_error" and isinstance(item["ctx"]["error"], Problems):
@@ -76,7 +76,7 @@ def explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
             of = f"{'.'.join(path[:-1])}.kind={kind}"
             yield f"{place}: {key}: not a key of {of}; it belongs to {', '.join(_kinds_with(path[-1]))}"
         else:
-            advice = _nearest_in(list(REWARD_KINDS[kind].model_fields), path) if kind else nearest_key(key)
+            advice = _nearest_in(list(REWARD_KINDS[kind].model_fields), path) if kind else nearest_key(key, root)
             known = {} if kind else dict(_elsewhere(key, item["input"]))
             for name, answer in ({key: advice} | known).items():
                 yield f"{_place(name, source, where)}: {name}: unknown key; {answer}"
@@ -177,23 +177,23 @@ def _elsewhere(key: str, value: Any = None) -> Iterator[tuple[str, str]]:
         yield from _elsewhere(f"{key}.{name}", inner)
 
 
-def nearest_key(key: str) -> str:
-    """What to say of an unknown key: what another system's name is here; else the same name in another section; else a
-    similar one in its own section, or a very similar one in another."""
+def nearest_key(key: str, root: type[BaseModel] = Config) -> str:
+    """What to say of an unknown key of a tree: what another system's name is here; else the same name in another
+    section; else a similar one in its own section, or a very similar one in another."""
     *parents, last = key.split(".")
-    siblings = {name: ".".join([*parents, name]) for name in fields_at(parents)}
+    siblings = {name: ".".join([*parents, name]) for name in fields_at(parents, root)}
     for _, answer in _elsewhere(key):
         return answer
     if not siblings:  # the section is unknown too
-        if last in Config.model_fields:
+        if last in root.model_fields:
             return f"did you mean {last}?"
-        said = nearest_key(".".join(parents))
+        said = nearest_key(".".join(parents), root)
         meant = re.split("[ =?]", said.removeprefix("did you mean "))[0]
-        named = [key for key in all_keys() if key.rpartition(".")[2] == last]
-        if last in fields_at(meant.split(".")):
+        named = [key for key in all_keys(root) if key.rpartition(".")[2] == last]
+        if last in fields_at(meant.split("."), root):
             return f"did you mean {meant}.{last}?"
         return f"did you mean {named[0]}?" if said.startswith("did you mean") and len(named) == 1 else said
-    known = all_keys()
+    known = all_keys(root)
     own_name = bool(parents) and ".".join(parents) not in known  # below a name that the user gave
     everywhere = {k.rpartition(".")[2]: k for k in reversed(known) if not own_name}
     for names, cutoff in ((everywhere, 1.0), (siblings, 0.6 if parents else 0.75), (everywhere, 0.85)):
@@ -207,9 +207,9 @@ def _nearest_in(names: Sequence[str], path: Sequence[str]) -> str:
     return f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"valid here: {', '.join(names)}"
 
 
-def fields_at(path: Sequence[str]) -> list[str]:
+def fields_at(path: Sequence[str], root: type[BaseModel] = Config) -> list[str]:
     """The keys of the section (of any of its kinds) at ``path``, in which users' own names stand for mappings' keys."""
-    sections: list[type[BaseModel]] = [Config]
+    sections: list[type[BaseModel]] = [root]
     named = False
     for name in path:
         if named:  # a key of a mapping of sections: whatever it is
@@ -222,9 +222,9 @@ def fields_at(path: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for section in sections for name in section.model_fields))
 
 
-def all_keys() -> list[str]:
+def all_keys(root: type[BaseModel] = Config) -> list[str]:
     """Every dotted key of the tree, sections included, in order."""
-    return list(dict.fromkeys(_keys(Config, "")))
+    return list(dict.fromkeys(_keys(root, "")))
 
 
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[str]:

@@ -55,6 +55,10 @@ def plan_of(config: Config) -> dict[str, int | str]:
 
 
 def plan_line(plan: Mapping[str, object]) -> str:
+    if "rows per update" in plan:  # of a stage
+        return (
+            f"{counted(plan['steps'], 'update')} of {counted(plan['rows per update'], 'row')}, of {plan['rows']:,} rows"
+        )
     return (
         f"{counted(plan['steps'], 'step')}, each {counted(plan['prompts per step'], 'prompt')} x "
         f"{counted(plan['samples per prompt'], 'sample')} = {counted(plan['samples per step'], 'sample')}, "
@@ -71,7 +75,7 @@ def missing_files(config: Config) -> list[str]:
         for key, item in named
         if not _is_file(item.path) and not names_a_data_set(item)
     ]
-    template = config.data.chat_template
+    template = getattr(config.data, "chat_template", None)  # a reward model has its own
     if template is not None and not _is_file(template):
         missing.append(f"data.chat_template: {template!r} does not exist")
     return missing

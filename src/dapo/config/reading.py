@@ -6,10 +6,10 @@ import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from dapo.config.composed_reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.data import DataItem
@@ -20,6 +20,8 @@ from dapo.config.tree import Config
 from dapo.errors import ConfigError
 from dapo.util.files import read_text
 
+Tree = TypeVar("Tree", bound=BaseModel)
+
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe and apply overrides of the form ``section.key=value`` (the value is YAML).
@@ -28,12 +30,14 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     and a reward function's file are resolved beside the recipe if they exist there.
     Raises ConfigError: with every problem found, each with file, line and key."""
     path = existing_recipe(recipe)
-    tree, where = _read_recipe(path, overrides)
+    tree, where = read_recipe(path, overrides)
+    if isinstance(stage := tree.get("stage"), str):
+        raise ConfigError(f"{path}: is the recipe of a stage; what would work: dapo {stage.replace('_', '-')} {path}")
     if tree.get("run") is None:
         tree["run"] = {}
     if isinstance(tree["run"], dict) and tree["run"].get("dir") is None:
         tree["run"]["dir"] = f"runs/{path.stem}"
-    return _beside(build_config(tree, str(path), where), path.parent)
+    return beside(build_config(tree, str(path), where), path.parent)
 
 
 def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> RewardConfig:
@@ -50,7 +54,7 @@ def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> Re
         source, where = f"reward {name}", dict[str, str]()
         apply_overrides(tree, overrides, where)
     elif os.path.exists(path):  # noqa: PTH110
-        found, where = _read_recipe(path, overrides)
+        found, where = read_recipe(path, overrides)
         source = name
         tree = {key: value for key, value in found.items() if key == "reward" or key not in Config.model_fields}
     else:
@@ -115,17 +119,22 @@ def merged(tree: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping[str, str] | None = None) -> Config:
-    """Check a nested mapping and turn it into a :class:`Config`.
+    """Check a nested mapping and turn it into a :class:`Config`, as :func:`build_tree` does."""
+    return build_tree(Config, tree, source, where)
+
+
+def build_tree(root: type[Tree], tree: Mapping[str, Any], source: str, where: Mapping[str, str] | None = None) -> Tree:
+    """Check a nested mapping and turn it into a ``root``.
     ``source``: what to call the whole in messages. ``where``: for dotted keys, the place to name in messages.
     Raises ConfigError: with every problem found."""
     try:
-        return Config.model_validate(tree)
+        return root.model_validate(tree)
     except ValidationError as error:
-        problems = [line for item in error.errors() for line in explain(item, source, where or {})]
+        problems = [line for item in error.errors() for line in explain(item, source, where or {}, root)]
         raise ConfigError("\n".join(problems)) from None
 
 
-def _read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """The tree of a recipe with ``overrides`` in it, not yet checked, and for dotted keys the place they come from."""
     try:
         text = read_text(path)
@@ -144,7 +153,7 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     return tree, where
 
 
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+def with_values(config: Tree, values: Mapping[str, Any]) -> Tree:
     """``config`` with other values under keys such as ``data.train``, which are not checked again."""
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -152,9 +161,12 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-def _beside(config: Config, folder: Path) -> Config:
-    def resolve(items: list[DataItem]) -> list[DataItem]:
-        return [item.model_copy(update={"path": _file_beside(item.path, folder)}) for item in items]
+def items_beside(items: list[DataItem], folder: Path) -> list[DataItem]:
+    return [item.model_copy(update={"path": file_beside(item.path, folder)}) for item in items]
+
+
+def beside(config: Config, folder: Path) -> Config:
+    """Files that lie beside the recipe, in ``folder``."""
 
     def own(name: str) -> str:
         return _named_beside(name, folder) if ":" in name else name
@@ -164,9 +176,9 @@ def _beside(config: Config, folder: Path) -> Config:
         "algorithm.objective": own(config.algorithm.objective),
         "algorithm.advantage": advantage.model_copy(update={"kind": own(advantage.kind)}),
         "data.source": config.data.source and own(config.data.source),
-        "data.train": resolve(config.data.train),
-        "data.chat_template": config.data.chat_template and _file_beside(config.data.chat_template, folder),
-        "evaluation.data": resolve(config.evaluation.data),
+        "data.train": items_beside(config.data.train, folder),
+        "data.chat_template": config.data.chat_template and file_beside(config.data.chat_template, folder),
+        "evaluation.data": items_beside(config.evaluation.data, folder),
         "evaluation.metrics": {metric: own(name) for metric, name in config.evaluation.metrics.items()},
         "monitor.check": config.monitor.check and _reward_beside(config.monitor.check, folder),
         "rollout.engine": own(config.rollout.engine),
@@ -191,12 +203,12 @@ def _reward_beside(reward: Any, folder: Path) -> Any:
 def _named_beside(value: str, folder: Path) -> str:
     """A file, or something that is called by its name in a file: ``file.py:name``."""
     if ".py:" not in value:
-        return value if _MODULE.fullmatch(value) else _file_beside(value, folder)
+        return value if _MODULE.fullmatch(value) else file_beside(value, folder)
     file, _, name = value.rpartition(":")
-    return f"{_file_beside(file, folder)}:{name}"
+    return f"{file_beside(file, folder)}:{name}"
 
 
-def _file_beside(name: str, folder: Path) -> str:
+def file_beside(name: str, folder: Path) -> str:
     candidate = folder / name
     # os.path.exists and not Path.exists: the latter raises for a name that is too long
     return str(candidate) if not Path(name).is_absolute() and os.path.exists(candidate) else name  # noqa: PTH110

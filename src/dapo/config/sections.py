@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from dapo.config.data import DataItem, Files
+from dapo.config.common import HeldOutConfig, OptimizerConfig
 from dapo.config.request_template import RequestTemplate
 from dapo.config.secrets import is_secret
 from dapo.config.section import Named, OneOf, PathText, Section, check_address
@@ -224,61 +224,18 @@ class AlgorithmConfig(Section):
     kl: KLConfig = KLConfig()
 
 
-class TrainingConfig(Section):
+class TrainingConfig(OptimizerConfig):
     steps: int = Field(100, ge=0)
     """Rollout steps."""
-    minutes: float | None = Field(None, gt=0)
-    """Longest training: no step begins that, as long as the one before it, would end after so many minutes of rollout
-    steps. Evaluations, files and the start are not counted. null: no limit."""
     groups_per_update: int = Field(32, ge=1)
     """Groups in one optimizer mini-batch."""
     epochs_per_rollout: int = Field(1, ge=1)
     """mu: passes over each rollout batch."""
-    learning_rate: float = Field(1e-6, gt=0)
-    """AdamW, after the warm-up."""
-    final_learning_rate: float | None = Field(None, ge=0)
-    """What the rate falls to, in a straight line over the steps or the minutes of the run, whichever are over first.
-    null: it is constant."""
-    warmup_steps: int = Field(20, ge=0)
-    """W: rollout steps of linear warm-up. In rollout step k (from 0) the rate is lr (k + 1) / W."""
-    weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's two moments."""
-    adam_epsilon: float = Field(1e-8, gt=0)
-    """Added to the root of AdamW's second moment."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradient clipping by global norm."""
-    tokens_per_micro_batch: int = Field(32768, ge=1)
-    """Strict token budget of one forward and backward pass: responses, and each group's prompt once. A group is divided
-    only if it is above the budget by itself."""
-    activation_checkpointing: bool = False
-    """Keep only the input of each layer for the backward pass, and compute the layer once more there: far less memory
-    for about a third more time."""
-    offload_optimizer: bool = False
-    """Keep Adam's two moments in the host's memory, and on a GPU only those of a few parameters at a time. The numbers
-    are the same."""
-    max_skipped_updates: int = Field(3, ge=1)
-    """Updates in a row with a loss or gradient that is not finite before the run stops. Each one is skipped."""
     mismatch_alarm: float = Field(0.1, gt=0)
     """Mean |log pi_engine - log pi_trainer| on tokens of the current version above which a warning is given."""
 
-    @field_validator("betas")
-    @classmethod
-    def _betas_below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= b < 1 for b in value):
-            raise ValueError("each must be at least 0 and below 1, such as [0.9, 0.999]")
-        return value
 
-
-class EvaluationConfig(Section):
-    data: Files = Field(default_factory=list)
-    """Held-out files or data sets, written as in data.train but without weights; none: no evaluation. Exactly these
-    rows are evaluated, in their order."""
-    every: int = Field(0, ge=0)
-    """Evaluate after every so many rollout steps, beside before the first and after the last. 0: only those two."""
-    rows: int | None = Field(None, ge=1)
-    """Use the first so many rows; by default all."""
+class EvaluationConfig(HeldOutConfig):
     samples_per_prompt: int = Field(1, ge=1)
     """k: samples of each row, for avg@k, and for pass@k and maj@k if it is above 1."""
     temperature: float = Field(0.0, ge=0)
@@ -296,10 +253,6 @@ class EvaluationConfig(Section):
     while_sampling: Literal["pause", "copy"] = "pause"
     """What sampling ahead (rollout.max_staleness >= 1) does during an evaluation: pause, or go on beside it, while the
     evaluation has an engine of its own with a copy of the weights."""
-    patience: int | None = Field(None, ge=1)
-    """Stop training when so many evaluations in a row brought no improvement. null: never."""
-    min_improvement: float = Field(0.0, ge=0)
-    """What the held-out metric has to rise by to count as an improvement."""
     metrics: dict[str, Named] = Field(default_factory=dict)
     """Functions of yours by name, each a number over the evaluated groups: the metric `eval/metric/NAME`. One that is
     called `best` decides which evaluation is the best, in place of accuracy: the higher the better."""
@@ -318,13 +271,6 @@ class EvaluationConfig(Section):
             raise ValueError(
                 f"{wrong[0]!r} is no name for a metric; use letters, digits and _, and no name of a secret"
             )
-        return value
-
-    @field_validator("data")
-    @classmethod
-    def _no_weights(cls, value: list[DataItem]) -> list[DataItem]:
-        if any(item.weight is not None for item in value):
-            raise ValueError("has a weight, but every row is evaluated; leave it out")
         return value
 
 

@@ -115,7 +115,7 @@ def check_row(row: Any, keys: Keys, place: str) -> Row:
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object such as {{{json.dumps(keys.prompt)}: ...}}, got {_kind(row)}")
     try:
-        prompt = _prompt(row, keys.prompt)
+        prompt = text_or_messages(row, keys.prompt)
         answer = _answer(row, keys)
         meta = {str(key): plain_value(value) for key, value in row.items() if key not in (keys.prompt, keys.answer)}
     except RecursionError:
@@ -123,7 +123,8 @@ def check_row(row: Any, keys: Keys, place: str) -> Row:
     return Row(prompt, answer, meta, place)
 
 
-def _look_up(row: Mapping[Any, Any], key: str) -> tuple[bool, Any]:
+def look_up(row: Mapping[Any, Any], key: str) -> tuple[bool, Any]:
+    """Whether a row has a key, which with dots leads into mappings, and what it holds."""
     if key in row:
         return True, row[key]
     found: Any = row
@@ -134,10 +135,11 @@ def _look_up(row: Mapping[Any, Any], key: str) -> tuple[bool, Any]:
     return True, found
 
 
-def _prompt(row: Mapping[Any, Any], key: str) -> str | Messages:
-    there, value = _look_up(row, key)
+def text_or_messages(row: Mapping[Any, Any], key: str, setting: str = "data.prompt_key") -> str | Messages:
+    """What a key holds: text or chat messages. ``setting``: that names it. Raises BadRow: it holds neither."""
+    there, value = look_up(row, key)
     if not there:
-        raise BadRow(f"no key {key!r} (data.prompt_key); the keys are {_names(row)}")
+        raise BadRow(f"no key {key!r} ({setting}); the keys are {_names(row)}")
     value = _from_array(value)
     if isinstance(value, str) and not isinstance(value, _Number):
         if not value.strip():
@@ -173,9 +175,9 @@ def _unicode(text: str, where: str) -> str:
 
 def _answer(row: Mapping[Any, Any], keys: Keys) -> str | None:
     key = keys.answer
-    there, value = _look_up(row, key)
+    there, value = look_up(row, key)
     if not there and key == "answer":
-        there, value = _look_up(row, _VERL_ANSWER)
+        there, value = look_up(row, _VERL_ANSWER)
     value = _from_array(value)
     missing = value is None or (isinstance(value, float | Decimal) and math.isnan(value))
     if missing and not keys.answer_required:

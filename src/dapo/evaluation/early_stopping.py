@@ -32,9 +32,11 @@ class EarlyStopping:
             self.forget()
         self.observed = step
         self.metric = self.metric or next(
-            m for m in (_OWN, "eval/accuracy", "eval/reward", "eval/rows") if m in metrics
+            m for m in (_OWN, "eval/accuracy", "eval/reward", "eval/loss", "eval/rows") if m in metrics
         )
         value = metrics.get(self.metric)
+        if value is not None and self.metric == "eval/loss":  # the lower the better
+            value = -value
         if value is not None and value > self.value + (self.config.min_improvement if self.step >= 0 else 0):
             self.value, self.step, self.evaluations_since = float(value), step, 0
             return True

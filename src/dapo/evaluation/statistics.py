@@ -181,3 +181,14 @@ def estimate_share(successes: float, trials: float) -> Estimate:
     half = z * math.sqrt(max(0.0, share * (1 - share)) / trials + spread / trials / 4) / (1 + spread)
     # at 0 and 1 one of the bounds is the share itself, but for rounding
     return Estimate(share, max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half)))
+
+
+def calibration_error(margins: Values, bins: int = 10) -> float:
+    """Expected calibration error of sigmoid(margin) as the probability that a better response has the higher score:
+    over bins of the confidence, from 1/2 to 1, the mean distance of confidence and share that is right.
+    ``margins``: ``[P]``, the score of the better one less that of the other; at least one."""
+    confidence = 1 / (1 + np.exp(-np.abs(margins)))
+    right = (margins > 0) + 0.5 * (margins == 0)
+    place = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
+    gaps = [abs(float(np.sum((confidence - right)[place == k]))) for k in range(bins)]
+    return sum(gaps) / len(margins)

@@ -16,6 +16,7 @@ from dapo.config import Config, load_config, nested
 from dapo.config.data import DataConfig, DataItem
 from dapo.config.reading import layered_config, with_values
 from dapo.config.secrets import require_secrets
+from dapo.config.stages import load_stage, stage_named
 from dapo.errors import ConfigError, DataError, ModelError
 from dapo.evaluation.evaluate import stop_texts
 from dapo.inference.found_model import FoundModel, find_model
@@ -69,7 +70,7 @@ def inference_config(
     settings, such as a benchmark's and those of options, then ``overrides``. ``where``: places of keys for messages.
     Raises ConfigError: with every problem found."""
     trained = recipe or model.recipe
-    from_recipe = load_config(trained).model_dump(include=_FROM_RECIPE, exclude_unset=True) if trained else {}  # type: ignore[arg-type]
+    from_recipe = _said_in(trained) if trained else {}
     rollout = from_recipe.get("rollout", {})
     asked = [layer.get("rollout", {}).get("engine") for layer in layers]
     asked += [value for key, _, value in (one.partition("=") for one in overrides) if key == "rollout.engine"]
@@ -80,6 +81,14 @@ def inference_config(
     config = layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
     require_secrets(config.model_dump(mode="json", include=_FROM_RECIPE), trained, "as section.key=value")  # type: ignore[arg-type]
     return config
+
+
+def _said_in(recipe: Path) -> dict[str, Any]:
+    """What a recipe says that concerns inference; one of a stage does not say how to sample or to score."""
+    if stage := stage_named(recipe):
+        wanted = {name: _FROM_RECIPE[name] for name in ("seed", "model", "data", "runtime")}
+        return load_stage(stage, recipe).model_dump(include=wanted, exclude_unset=True)  # type: ignore[arg-type]
+    return load_config(recipe).model_dump(include=_FROM_RECIPE, exclude_unset=True)  # type: ignore[arg-type]
 
 
 _OPTIONS = {

@@ -10,7 +10,6 @@ import os
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo
 from torch import nn
 
 from dapo.data.cache import cache_folder
@@ -30,6 +29,8 @@ def compile_layers(model: Any, **options: Any) -> None:
     """
     if not can_be_compiled(model):
         return
+    import torch._dynamo.config as dynamo  # takes seconds, for which processes without a GPU have no use
+
     keep_compiled_code()
     # Its limit counts all models of the process, and kinds of layers in each: GPT-2's may all differ.
     for name in ("recompile_limit", "accumulated_recompile_limit"):

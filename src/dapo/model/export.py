@@ -54,8 +54,10 @@ def export_model(
 
 
 def is_tied(model: Any) -> bool:
-    """Whether embedding and head are one: a head of its own may be there against what the config says."""
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    """Whether embedding and head are one: a head of its own may be there against what the config says. Of a classifier,
+    which has none, what the config says."""
+    head = model.get_output_embeddings()
+    return model.config.tie_word_embeddings if head is None else head.weight is model.get_input_embeddings().weight
 
 
 def write_description(

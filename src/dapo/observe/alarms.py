@@ -48,6 +48,8 @@ STALE = 0.2  # groups dropped as too old, for each one trained on
 TAIL = 0.05
 """Share of tokens whose probabilities differ by more than a tenth. The mean may be 0 all the same: 8% were seen where a
 trainer's rounding in bfloat16 was the cause."""
+CHOSEN_FALL = 0.2
+"""Of the log-probability of the chosen responses: batches of pairs differ by less than this among themselves."""
 CLIPPED = 0.3  # share of loss tokens that are clipped and teach nothing; a few per cent is usual
 
 
@@ -296,6 +298,19 @@ def _clipping(history: History) -> str | None:
     return f"{share:.0%} of the loss tokens are clipped" if share > CLIPPED else None
 
 
+@_rule(
+    "chosen responses less likely",
+    "both responses of the pairs lose probability; add dpo.nll=0.2, or lower training.learning_rate or raise dpo.beta",
+    "preference/chosen_logprob",
+)
+def _chosen_less_likely(history: History) -> str | None:
+    """The margin grows because the worse responses fall faster than the better ones: what is left is neither."""
+    start, now = history.start("preference/chosen_logprob"), history.newest("preference/chosen_logprob")
+    if start is None or not now or fmean(now) >= start - CHOSEN_FALL * max(abs(start), 1.0):
+        return None
+    return f"the chosen responses have a log-probability of {fmean(now):.1f}, from {start:.1f} at the start"
+
+
 _READ = tuple(dict.fromkeys(name for rule in RULES for name in rule.reads))
 
 
@@ -322,7 +337,9 @@ class Alarms:
         starts = (c.step for c in self.changes if c.step <= step and c.key.startswith(("algorithm.", "rollout.")))
         config = config_of_step(self._config, self.changes, step)
         history = History(first, last[max(starts, default=0) - step - 1 :], config)
-        self.found = found = {rule.name: seen for rule in RULES if (seen := rule.find(history)) is not None}
+        known = {name for one in last for name, value in one.items() if value is not None}  # of stages some are not
+        rules = [rule for rule in RULES if known.intersection(rule.reads)]
+        self.found = found = {rule.name: seen for rule in rules if (seen := rule.find(history)) is not None}
         # one that goes on and off is one alarm: it is forgotten after as many calm steps as it would have waited
         on = {n: alarm for n, alarm in old["on"].items() if n in found or step - alarm["last"] <= alarm["gap"]}
         said = []

@@ -64,7 +64,14 @@ clip/dual                  | share        | loss tokens capped by the dual clip
 clip/high_probability      | probability  | mean probability of the up-clipped tokens (Fig. 3a)
 ratio/mean                 | ratio        | mean of pi_theta / pi_prox over loss tokens
 objective/{}               | its own      | mean of a statistic of a user's objective, by its name
-loss                       | loss         | mean over the updates; near 0 by construction, see grad_norm
+loss                       | loss         | mean over the updates; near 0 by construction (grad_norm), but in stages
+preference/accuracy        | share        | stages: pairs whose better response has the higher reward, or right labels
+preference/margin          | reward       | stages: reward of the better response less that of the other
+preference/chosen          | reward       | stages: reward of the better responses (DPO: beta (log pi - log ref))
+preference/rejected        | reward       | stages: the same of the worse ones
+preference/chosen_logprob  | nats         | DPO: log-probability of the better responses (dpo.nll keeps it up)
+preference/rejected_logprob | nats        | DPO: the same of the worse ones
+preference/score           | reward       | outcome models: mean score of the texts
 advantage/mean_abs         | advantage    | mean absolute advantage over loss tokens
 tokens/loss                | tokens       | loss tokens of the step, over all its updates
 tokens/generated           | tokens       | response tokens that came in the step, filtered and surplus groups included
@@ -160,6 +167,13 @@ eval/no_answer             | share        | evaluation samples in which no final
 eval/lenient               | share        | correct, or ending with the right number, if all references are numbers
 eval/part/{}               | reward       | mean of one part of the reward on the evaluation rows, by its name
 eval/metric/{}             | its own      | what a function of evaluation.metrics gave, by its name
+eval/loss                  | loss         | stages: on the evaluation rows
+eval/margin                | reward       | stages: as preference/margin, on the evaluation rows, as the next five
+eval/chosen                | reward       | stages: reward of the better responses
+eval/rejected              | reward       | stages: of the worse ones
+eval/chosen_logprob        | nats         | DPO: log-probability of the better responses
+eval/rejected_logprob      | nats         | DPO: of the worse ones
+eval/calibration_error     | share        | stages: expected calibration error of sigmoid(margin), or of sigmoid(score)
 eval/rows                  | rows         | evaluation rows used
 eval/errors                | share        | evaluation samples whose score failed, if any; they count nowhere else
 """

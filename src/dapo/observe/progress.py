@@ -272,6 +272,10 @@ class Lap:
 
 def step_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: float, eta: str) -> list[tuple[str, str]]:
     """Label and text of what matters in a step; a dash where a number is missing or not finite."""
+    if "reward/mean" not in metrics and "groups/kept" not in metrics and "loss" in metrics:  # a stage
+        shown = [(label, _shown(metrics, name, form)) for label, name, form in _OF_STAGES if name in metrics]
+        speed = _compact(_number(metrics, "tokens_per_second/update"))
+        return [("step", f"{step}/{total}"), *shown, ("tok/s", speed), ("sec", f"{seconds:.1f}"), ("left", eta)]
     speed = next((n for n in ("tokens_per_second/total", "tokens_per_second/rollout") if n in metrics), "")
     return [
         ("step", f"{step}/{total}"),
@@ -288,7 +292,29 @@ def step_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: floa
     ]
 
 
-_WIDTHS = {"step": 7, "reward": 6, "kept": 6, "length": 6, "clip%": 9, "grad": 5, "tok/s": 6, "sec": 5, "left": 5}
+_OF_STAGES = (
+    *(("loss", "loss", "{:.4f}"), ("accuracy", "preference/accuracy", "{:.1%}")),
+    *(("margin", "preference/margin", "{:+.3f}"), ("chosen", "preference/chosen_logprob", "{:.2f}")),
+    *(("grad", "grad_norm", "{:.3g}"), ("lr", "lr", "{:.2g}")),
+)
+"""Label, metric and form of what matters in an update of a stage, as far as it has it."""
+
+
+_WIDTHS = {
+    "step": 7,
+    "loss": 7,
+    "margin": 7,
+    "chosen": 8,
+    "lr": 7,
+    "reward": 6,
+    "kept": 6,
+    "length": 6,
+    "clip%": 9,
+    "grad": 5,
+    "tok/s": 6,
+    "sec": 5,
+    "left": 5,
+}
 """Of columns that are wider than their label; together they fit 80 characters."""
 
 

@@ -6,7 +6,7 @@ Waits for nothing; a counter that cannot be read is left out. Without psutil the
 
 There are three roles in one process's run: ``engine+trainer`` is the process itself, with the GPUs and the host's
 network; ``reward`` is the workers of the reward, and what they start; ``other`` is all other children, such as the page
-of ``--ui`` and what trackers start.
+of ``--ui`` and what trackers start. A run on Ray has those of each node (``orchestrator/runtime/ray/nodes.py``).
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from dapo.util.files import json_line
 
 Look = dict[str, Any]
 """One line of ``resources.jsonl``: time (s), host, role, cpu (cores), rss (bytes), gpu (list of util, a share, memory,
-bytes, and power, W), and disk_read, disk_write, net_sent, net_received in bytes a second."""
+bytes, and power, W), and disk_read, disk_write, net_sent, net_received in bytes a second. On Ray perhaps memory_used (a
+share, of a node's), version (of an engine's weights), in_flight (samples) and idle (a share, of engines)."""
 _RATES = ("disk_read", "disk_write", "net_sent", "net_received")
 _WORKER = "dapo.reward.worker"  # stands in the command line of a worker, see ``reward/pool.py``
 
 
-def make_recorder(file: Path, every_s: float) -> ResourceRecorder | None:
+def make_recorder(
+    file: Path, every_s: float, looker: Callable[[], list[Look]] | None = None
+) -> ResourceRecorder | None:
     """A recorder that has begun; None: not asked for (``every_s`` 0), or psutil is not installed."""
-    return ResourceRecorder(file, every_s) if every_s and importlib.util.find_spec("psutil") else None
+    return ResourceRecorder(file, every_s, looker) if every_s and importlib.util.find_spec("psutil") else None
 
 
 class ResourceRecorder:
@@ -108,24 +111,28 @@ _GPU_METRICS: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
 class Looker:
     """Reads the counters. Rates are since the look before, and left out in the first one."""
 
-    def __init__(self) -> None:
+    def __init__(self, cards: list[Any] | None = None) -> None:
+        """``cards``: handles of NVIDIA's; None: of those that this process may use."""
         import psutil
 
         self._psutil = psutil
         self._own = psutil.Process()
         self._host = socket.gethostname()
         self._before: dict[str, tuple[float, dict[str, float]]] = {}
-        self._cards = _cards()
+        self._cards = _own_cards() if cards is None else cards
 
     def look(self) -> list[Look]:
         """The lines of the roles; those of ``reward`` and ``other`` only while there are such children."""
         now = time.time()
         own = self._counters([self._own]) | self._network()
-        lines = [self._line(now, "engine+trainer", own, [_card(handle) for handle in self._cards])]
+        lines = [self._line(now, "engine+trainer", own, self._seen_cards())]
         with contextlib.suppress(self._psutil.Error):
             for role, processes in self._children().items():
                 lines.append(self._line(now, role, self._counters(processes), []))
         return lines
+
+    def _seen_cards(self) -> list[dict[str, Any]]:
+        return [_card(handle) for handle in self._cards]
 
     def _children(self) -> dict[str, list[Any]]:
         workers: set[int] = set()
@@ -145,7 +152,7 @@ class Looker:
         for name in rates.keys() & counters.keys() & before.keys() if clock > then else ():
             rates[name] = round(max(0.0, counters[name] - before[name]) / (clock - then), 3)  # below 0: a child ended
         line: Look = {"time": round(now, 3), "host": self._host, "role": role, "cpu": rates.pop("cpu_s")}
-        return line | {"rss": int(counters["rss"]), "gpu": gpu} | rates
+        return line | {"rss": int(counters["rss"]) if "rss" in counters else None, "gpu": gpu} | rates
 
     def _counters(self, processes: Sequence[Any]) -> dict[str, float]:
         found = {"cpu_s": 0.0, "rss": 0.0}
@@ -167,7 +174,18 @@ class Looker:
         return {}
 
 
-def _cards() -> list[Any]:
+def nvidia_cards() -> list[Any]:
+    """NVIDIA's handles of all cards; none without a driver or nvidia-ml-py."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # each driver has errors of its own
+        return []
+
+
+def _own_cards() -> list[Any]:
     """NVIDIA's handles of the cards that this process may use; none without a driver or nvidia-ml-py."""
     try:
         import pynvml

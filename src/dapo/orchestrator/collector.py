@@ -295,7 +295,7 @@ class Collector:
                 return await self._hand_out(ledger, sampler)
             await next_event(self._heard)
             if self._wanted is not None:
-                note = f"groups of {len(ledger.own)} drawn, {sampler.tokens_per_second:,.0f} tok/s"
+                note = f"groups of {ledger.drawn} drawn, {sampler.tokens_per_second:,.0f} tok/s"
                 self._progress(ledger.kept, ledger.wanted, note)
 
     @property
@@ -332,7 +332,7 @@ class Collector:
 
     def _found(self, ledger: DynamicSampling) -> bool:
         """Whether the step that waits can have its groups. Raises DataError: there will never be enough."""
-        complete = ledger.admission().complete
+        complete = ledger.complete
         if not ledger.decided:
             return complete and not self._config.runtime.deterministic
         if ledger.exhausted and not complete and not ledger.going_on:

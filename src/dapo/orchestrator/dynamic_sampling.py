@@ -53,7 +53,7 @@ class DynamicSampling:
         """
         self._config = config
         self._step = step
-        self.version = version
+        self._version = version
         self._rate = rate
         self.wanted = wanted
         self.rounds = rounds
@@ -67,6 +67,17 @@ class DynamicSampling:
         self.resumed = [PendingGroup.resume(g) for g in resumed]
         """The draws of an interrupted round."""
         self._draws += [*going_on, *self.resumed]
+        self._count_all()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        if version != self._version:
+            self._version = version
+            self._count_all()  # other draws are too old
 
     def begin(self, step: int, wanted: int, version: int) -> None:
         """A step waits for these groups."""
@@ -78,7 +89,25 @@ class DynamicSampling:
     def add(self, draw: PendingGroup) -> PendingGroup:
         """Another draw."""
         self._draws.append(draw)
+        self._count(draw)
         return draw
+
+    def _count_all(self) -> None:
+        """A step may have thousands of draws, which are not to be looked at each time that one of them finishes."""
+        self._counts: Counter[str] = Counter()
+        self._leading = self._leading_kept = 0
+        for draw in self._draws:
+            self._count(draw)
+
+    def _count(self, draw: PendingGroup, times: int = 1) -> None:
+        """Add a draw as it is now to the counts; ``times`` -1: take it out, before it changes."""
+        own, kept = not draw.carried, self._outcome(draw)
+        self._counts["own"] += times * own
+        self._counts["charged"] += times * (own and not self._too_old(draw))
+        self._counts["pending"] += times * (kept is None)
+        self._counts["kept"] += times * (kept is True)
+        self._counts["finished"] += times * (own and kept is not None)
+        self._counts["mixed"] += times * (own and draw.verdict is GroupVerdict.MIXED)
 
     def refill(self, batches: int = 1, waits: bool = True) -> int:
         """How many prompts will probably do for so many steps, to be drawn now. ``waits``: the first step waits for
@@ -86,15 +115,15 @@ class DynamicSampling:
         streaming, in_flight = not self._config.runtime.deterministic, self.pending
         if in_flight and not streaming:
             return 0  # what to draw must not depend on what happens to have finished
-        new = [d for d in self.own if d.verdict is not None]
+        finished = self._counts["finished"]
         # the first round is N prompts; what comes of them sizes the others
-        keep_rate = self._rate.value(_mixed(new), len(new)) if self._rate_known else 1.0
+        keep_rate = self._rate.value(self._counts["mixed"], finished) if self._rate_known else 1.0
         wanted = self._missing + self.wanted * (batches - 1)
         if self._config.rollout.max_staleness and wanted > 0:  # less the standard deviation of how many will be kept
             wanted = max(self._missing if waits else 0, wanted - round((wanted * (1 - keep_rate)) ** 0.5))
-        budget = self._most * batches - sum(not (d.carried or self._too_old(d)) for d in self._draws)
+        budget = self._most * batches - self._counts["charged"]
         count = refill_size(wanted=wanted, in_flight=in_flight, keep_rate=keep_rate, budget_left=budget)
-        count = max(min(count, self._slots(len(new), batches) - in_flight) if streaming else count, 0)
+        count = max(min(count, self._slots(finished, batches) - in_flight) if streaming else count, 0)
         self.rounds += bool(count)
         self._rate_known |= bool(count) and self._config.algorithm.filter_groups.enable
         return count
@@ -111,16 +140,30 @@ class DynamicSampling:
     @property
     def pending(self) -> int:
         """Draws that are not whole groups yet."""
-        return sum(d.verdict is None for d in self._draws)
+        return self._counts["pending"]
+
+    @property
+    def drawn(self) -> int:
+        """Draws but for those that an earlier step counted."""
+        return self._counts["own"]
 
     @property
     def decided(self) -> bool:
         """Whether no draw that this step may choose from is still to come, unless there is room for more of them."""
-        return all(d.verdict is not None for d in self.usable)
+        return not self.pending or all(d.verdict is not None for d in self.usable)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the groups of this step are found, which no draw that is pending can change."""
+        if self._counts["charged"] > self._most:  # not all are usable
+            return self.admission().complete
+        while self._leading < len(self._draws) and (kept := self._outcome(self._draws[self._leading])) is not None:
+            self._leading, self._leading_kept = self._leading + 1, self._leading_kept + kept
+        return self._leading_kept >= self.wanted
 
     @property
     def _missing(self) -> int:
-        return self.wanted - sum(outcome is True for outcome in self._outcomes())
+        return self.wanted - self._counts["kept"]
 
     @property
     def kept(self) -> int:
@@ -170,7 +213,10 @@ class DynamicSampling:
     def finish(self, draw: PendingGroup) -> None:
         """All samples of ``draw`` are scored."""
         group = Group(draw.number, draw.prompt, tuple(draw.scored[i] for i in sorted(draw.scored)))
-        draw.finish(group, self._judge(group))
+        verdict = self._judge(group)
+        self._count(draw, -1)
+        draw.finish(group, verdict)
+        self._count(draw)
 
     def _judge(self, group: Group) -> GroupVerdict:
         filters = self._config.algorithm.filter_groups
@@ -197,7 +243,10 @@ class DynamicSampling:
 
     def _outcomes(self) -> list[bool | None]:
         """For each draw, in order: good, not good, or None while pending."""
-        return [None if d.verdict is None else self._good(d) and not self._too_old(d) for d in self._draws]
+        return [self._outcome(draw) for draw in self._draws]
+
+    def _outcome(self, draw: PendingGroup) -> bool | None:
+        return None if draw.verdict is None else self._good(draw) and not self._too_old(draw)
 
     def _too_old(self, draw: PendingGroup) -> bool:
         """Whether a finished draw is too old for the version that will be trained."""

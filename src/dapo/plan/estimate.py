@@ -1,7 +1,8 @@
 """A step's seconds, a GPU's memory and a run's disk, from a model's shape, a recipe and a cluster. Pure arithmetic.
 
 Every GPU has an engine with a whole copy of the weights, and a share of the training (FSDP2; an adapter is whole on
-each). Both take turns, but for an engine on another device (``rollout.device``), which works beside."""
+each). Both take turns, but for engines on GPUs of their own (``rollout.device``, or ``runtime.placement``
+disaggregated), which work beside."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from dapo.checks.memory import (
 )
 from dapo.checks.settings import BYTES_PER_TOKEN, checkpoints_kept
 from dapo.config import Config
+from dapo.config.placement import bundles
 from dapo.config.plan import evaluated_rows
 from dapo.config.reading import with_values
 from dapo.config.sections import LoraConfig
@@ -61,17 +63,39 @@ class Assumed:
 
 
 def apart(config: Config) -> bool:
-    """Whether the engine has a device of its own."""
+    """Whether engines have GPUs of their own."""
+    if config.runtime.kind == "ray":
+        return config.runtime.placement == "disaggregated"
     return config.rollout.device not in (None, "cuda", "cuda:0")
+
+
+def gpus_asked(config: Config) -> dict[str, float]:
+    """By role, of a recipe that says so; empty: it takes all that there are."""
+    if config.runtime.kind == "ray":
+        found: dict[str, float] = {}
+        for bundle in bundles(config, gpus=True):
+            found[bundle.role] = found.get(bundle.role, 0.0) + bundle.gpus
+        return found
+    return {"learner": 1, "engine": config.rollout.tensor_parallel} if apart(config) else {}
+
+
+def cluster_of(config: Config, card: str = "H200") -> str:
+    """Just what a recipe asks for, on hosts of 8 GPUs at most."""
+    count = ceil(sum(gpus_asked(config).values())) or 1
+    return f"{count}x{card}" if count <= 8 else f"{ceil(count / 8)}x8x{card}"
 
 
 def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estimate, str]:
     """And the name of the model whose shape it has. Raises ConfigError: no such cluster, or other GPUs
-    than rollout.device asks for; ModelError: no such model."""
+    than the recipe asks for; ModelError: no such model."""
     where = read_cluster(cluster)
-    if apart(config) and (where.hosts, where.gpus) != (1, gpus := 1 + config.rollout.tensor_parallel):
-        device, one = config.rollout.device, where.name.replace(" ", "-")
-        raise ConfigError(f"--cluster {cluster}: a run with rollout.device={device} has {gpus} GPUs; give {gpus}x{one}")
+    asked = gpus_asked(config)
+    if asked and where.total != ceil(sum(asked.values())):
+        roles = ", ".join(f"{count:g} for {role}" for role, count in asked.items() if count)
+        need = cluster_of(config, where.name.replace(" ", "-"))
+        raise ConfigError(
+            f"--cluster {cluster}: the recipe asks for {sum(asked.values()):g} GPUs ({roles}); give {need}"
+        )
     adapter = find_adapter(config.model.path)
     name = adapter.base if adapter else config.model.path
     if config_at_hand(name):
@@ -98,7 +122,18 @@ class Estimate:
 
     @property
     def ranks(self) -> int:
-        return 1 if apart(self.config) else self.cluster.total
+        """GPUs that train."""
+        return ceil(gpus_asked(self.config).get("learner", self.cluster.total))
+
+    @property
+    def engines(self) -> int:
+        """That share a step's prompts, each of ``divided`` GPUs."""
+        asked = gpus_asked(self.config).get("engine") if apart(self.config) else None
+        return self.ranks if asked is None else max(1, int(asked) // self.divided)
+
+    @property
+    def divided(self) -> int:
+        return self.config.rollout.tensor_parallel if self.config.rollout.engine == "vllm" else 1
 
     @property
     def limits(self) -> CardLimits:
@@ -121,7 +156,10 @@ class Estimate:
 
     def memory(self, config: Config | None = None, ranks: int | None = None) -> Memory:
         """Of a GPU, with as much of a cache as there is room for; no less than a sample of full length needs."""
-        memory = predict_memory(config or self.config, self.shape, True, ranks or self.ranks)
+        config = config or self.config
+        if apart(config):
+            config = with_values(config, {"rollout.device": "cuda:1"})  # of a GPU that trains
+        memory = predict_memory(config, self.shape, True, ranks or self.ranks)
         free = int(self.usable / self.kept) - memory.lasting - memory.decoding
         return replace(memory, cache=min(memory.cache, max(int(self.longest * self.limits.cache_bytes), free)))
 
@@ -131,13 +169,21 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.needed() <= self.usable
+        return self.needed() <= self.usable and (not apart(self.config) or self.engine_needed <= self.usable)
+
+    @property
+    def engine_needed(self) -> int:
+        """Bytes of a GPU of its own: its part of the weights, and of the cache of one sample of full length."""
+        own = self.limits.weight_bytes + self.longest * self.limits.cache_bytes
+        return int(own / self.divided * self.kept)
 
     @property
     def rows(self) -> int:
         """Sequences at once on a GPU, by the engine's limit and the room for keys and values."""
         memory = self.memory()
-        cache = memory.cache + memory.cache_that_stays or self.usable / self.kept - self.limits.weight_bytes
+        cache = (
+            memory.cache + memory.cache_that_stays or self.divided * self.usable / self.kept - self.limits.weight_bytes
+        )
         room = int(cache / self.limits.cache_bytes / (self.assumed.prompt + self.assumed.response))
         return max(1, min(self.config.rollout.max_concurrent_samples, room))
 
@@ -182,7 +228,7 @@ class Estimate:
     def sampled(self, groups: int, samples: int, keep: float, limit: int, ahead: bool = False) -> tuple[float, float]:
         """Seconds of one engine with its share of ``groups``, and tokens of all engines."""
         length = min(self.assumed.response, limit)
-        work = Sampling(ceil(groups / self.ranks), samples, keep, int(self.assumed.prompt), length, limit, self.rows)
+        work = Sampling(ceil(groups / self.engines), samples, keep, int(self.assumed.prompt), length, limit, self.rows)
         seconds, tokens, drawn = sample(work, self.decoding, ahead)
         return seconds + self.rates["sample"] * drawn * samples, tokens * groups / work.groups
 
@@ -220,7 +266,8 @@ class Estimate:
         """Of a step, by phase; ``step``: of all."""
         config, rates, card, trained = self.config, self.rates, self.cluster.card, trained_of(self.shape)
         beside = apart(config) and config.ahead > 0
-        speed = self.ranks * rates["update"] * card.operations / (BESIDE if beside else 1.0)
+        one_process = beside and config.runtime.kind == "local"
+        speed = self.ranks * rates["update"] * card.operations / (BESIDE if one_process else 1.0)
         passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off")
         forward, both = self.operations()
         moments = 8 * trained / self.ranks * config.updates_per_step if config.training.offload_optimizer else 0.0
@@ -291,11 +338,13 @@ class Estimate:
         yield f"rates measured on the {card} with {models}{scaled} (bench/rates.py writes them)"
         if self.ranks > 1:
             kind = "an adapter whole on each" if has_adapter(self.shape) else "FSDP2 over all"
-            yield f"an engine on each GPU, training on all ({kind}), which was not measured"
+            where = f"{self.engines} engines on GPUs of their own" if apart(self.config) else "an engine on each GPU"
+            yield f"{where}, training on {self.ranks} GPUs ({kind}), which was not measured"
             yield f"{NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts, and GPUs that never wait for each other"
         if self.config.model.compute_dtype == "float32":
             yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
         if self.config.rollout.engine != "native" or self.config.reward.kind == "model":
             yield "other engines and reward models are not in it: the native engine is planned for, and no reward model"
         if apart(self.config):
-            yield "the engine has a GPU of its own; memory is that of the other one"
+            own = f"{self.engine_needed / GIB:.1f} GiB for weights and one sample, and all the rest for keys and values"
+            yield f"memory is that of a GPU that trains; one that samples takes {own}"

@@ -22,7 +22,7 @@ class Spans:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self.done: list[Span] = []
-        self._open: list[list[Any]] = []  # role and begin
+        self._open: dict[int, list[Any]] = {}  # by identity: role and begin; thousands where rewards are slow
         self._earlier = 0.0
         self._since: float | None = None
 
@@ -39,29 +39,27 @@ class Spans:
     def __call__(self, role: str) -> Iterator[None]:
         """What happens inside is ``role``'s, however it ends."""
         span = [role, time.perf_counter()]
-        self._open.append(span)
+        self._open[id(span)] = span
         try:
             yield
         finally:
-            if any(other is span for other in self._open):  # not while it is paused
+            if self._open.pop(id(span), None):  # not while it is paused
                 self._end(span)
-            self._open = [other for other in self._open if other is not span]
             span[1] = None
 
     @contextlib.contextmanager
     def pausing(self, role: str) -> Iterator[None]:
         """Inside, spans of ``role`` that are open do not go on."""
-        paused = [span for span in self._open if span[0] == role]
+        paused = [span for span in self._open.values() if span[0] == role]
         for span in paused:
-            self._end(span)
-        self._open = [span for span in self._open if span[0] != role]
+            self._end(self._open.pop(id(span)))
         try:
             yield
         finally:
             for span in paused:
                 if span[1] is not None:  # it did not end meanwhile
                     span[1] = time.perf_counter()
-                    self._open.append(span)
+                    self._open[id(span)] = span
 
     def _end(self, span: list[Any]) -> None:
         (role, began), ended = span, time.perf_counter()
@@ -82,7 +80,7 @@ class Spans:
     def seconds(self) -> dict[str, float]:
         """By role, with the ``rest``, up to now: a checkpoint is taken inside of a span."""
         covered = {role: seconds for role, seconds in self._seconds.items() if role != "rest"}
-        for role, began in self._open:
+        for role, began in self._open.values():
             covered[role] = covered.get(role, 0.0) + time.perf_counter() - began
         return covered | {"rest": max(0.0, self.total - sum(covered.values()))}
 
@@ -96,7 +94,7 @@ class Spans:
     def cut(self) -> tuple[dict[str, float], list[Span]]:
         """:attr:`seconds`, and the spans of each role; the count starts anew. Those that overlap become one, and so do
         those with the least time between them where there are more than ``MOST``. One that is open is cut in two."""
-        for span in self._open:
+        for span in self._open.values():
             self._end(span)
             span[1] = self.done[-1][2] - _EPOCH
         found = self.seconds, [span for role in self._seconds for span in _joined(role, self.done)]

@@ -16,11 +16,13 @@ import pytest
 from dapo.config import Config, build_config, nested
 from dapo.data.template import PromptTemplate
 from dapo.model.loading import load_model, load_tokenizer
+from dapo.observe.progress import QuietListener
 from dapo.orchestrator.inputs import RunOverrides, make_engine
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Request, hand_over
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.native.paged import build
+from dapo.serve.model import load_served
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import pack
 from dapo.training.policy import Policy
@@ -134,6 +136,13 @@ def paged(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     return engine, template
 
 
+def process(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
+    """What `dapo serve` has on a GPU."""
+    settings = [f"{key}={value}" for key, value in SETTINGS.items()]
+    served = load_served(str(folder), QuietListener(), overrides=settings, apart=True)
+    return served.doors[served.name].engines[0], served.prompting.template
+
+
 def openai(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     """Over a `dapo serve` in a process of its own."""
     words = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
@@ -155,7 +164,7 @@ async def ray(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     return await fleet_of(config, template, STOPS), template
 
 
-MAKERS = {"native": native, "paged": paged, "openai": openai, "ray": ray, "vllm": vllm}
+MAKERS = {"native": native, "paged": paged, "process": process, "openai": openai, "ray": ray, "vllm": vllm}
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from dapo.util.terminal import counted, visible
 WATCHED = (
     *("accuracy", "reward/mean", "response_length/mean", "response_length/truncated", "entropy"),
     *("clip/low", "clip/high", "groups/kept", "groups/drawn", "grad_norm", "mismatch/mean", "time/step", "objective/*"),
+    *("preference/accuracy", "preference/margin", "preference/chosen_logprob"),
 )
 """The metrics that are shown unless others are asked for, and patterns of their names."""
 WATCHED_AHEAD = ("staleness/mean", "groups/stale", "overlap/seconds", "overlap/won", "idle/learner", "idle/engine")

@@ -25,6 +25,7 @@ Run = Sequence[Entry]
 HEADLINES = (
     *("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "entropy", "probability/mean"),
     *("groups/share_all_right", "clip/high", "grad_norm", "mismatch/mean", "kl/reference", "tokens_per_second/total"),
+    *("eval/loss", "preference/accuracy", "preference/margin", "preference/chosen_logprob"),
 )
 """What is worth a look first: section 4.3 of the paper, then what tells of trouble."""
 

@@ -201,19 +201,21 @@ def disagreements(connection: DuckDBPyConnection, limit: int = 20) -> list[Row]:
 
 _RESOURCES = """
     WITH lines AS (
-        SELECT time, host, role, cpu, rss, disk_read, disk_write, net_sent, net_received,
+        SELECT time, host, role, cpu, rss, disk_read, disk_write, net_sent, net_received, memory_used, idle, version,
                list_avg([g.util FOR g IN gpu]) AS gpu_util, list_sum([g.memory FOR g IN gpu]) AS gpu_memory,
                list_sum([g.power FOR g IN gpu]) AS gpu_power
         FROM read_json($path, format = 'newline_delimited', ignore_errors = true, hive_partitioning = false,
                        columns = {
             time: 'DOUBLE', host: 'VARCHAR', role: 'VARCHAR', cpu: 'DOUBLE', rss: 'DOUBLE',
             gpu: 'STRUCT(util DOUBLE, memory DOUBLE, power DOUBLE)[]',
-            disk_read: 'DOUBLE', disk_write: 'DOUBLE', net_sent: 'DOUBLE', net_received: 'DOUBLE'})
+            disk_read: 'DOUBLE', disk_write: 'DOUBLE', net_sent: 'DOUBLE', net_received: 'DOUBLE',
+            memory_used: 'DOUBLE', idle: 'DOUBLE', version: 'DOUBLE'})
         WHERE time IS NOT NULL
     ), extent AS (SELECT min(time) AS first, greatest(max(time) - min(time), 1e-9) AS span FROM lines)
     SELECT host, role, avg(time - first) AS seconds, avg(cpu) AS cpu, max(rss) AS rss, avg(gpu_util) AS gpu_util,
            max(gpu_memory) AS gpu_memory, avg(gpu_power) AS gpu_power, avg(disk_read) AS disk_read,
-           avg(disk_write) AS disk_write, avg(net_sent) AS net_sent, avg(net_received) AS net_received
+           avg(disk_write) AS disk_write, avg(net_sent) AS net_sent, avg(net_received) AS net_received,
+           max(memory_used) AS memory_used, avg(idle) AS idle, min(version) AS version
     FROM lines, extent
     GROUP BY host, role, least(floor((time - first) / span * $points), $points - 1)
     ORDER BY host, role, seconds

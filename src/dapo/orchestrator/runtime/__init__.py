@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from dapo.algorithm.kl import AdaptiveKL
-from dapo.orchestrator.build import Setup
-from dapo.orchestrator.runtime.local import place_here
-from dapo.orchestrator.runtime.placed import Placed, Wait
+if TYPE_CHECKING:  # Ray's processes come by here, and need little of it
+    from dapo.algorithm.kl import AdaptiveKL
+    from dapo.orchestrator.build import Setup
+    from dapo.orchestrator.runtime.placed import Placed, Wait
 
 
 def place(
@@ -29,4 +30,6 @@ def place(
 
         placed: Placed = wait(place_on_ray(setup, kl, tell))
         return placed
+    from dapo.orchestrator.runtime.local import place_here
+
     return place_here(setup, kl, out_of_time)

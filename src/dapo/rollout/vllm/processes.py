@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from dapo.rollout.vllm.options import environment, own_folder
 _PATIENCE_S = 2.0  # some workers take five to say goodbye to nobody; they have nothing to lose
 _starting = threading.Lock()
 _ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
+_FAILED = "EngineCore failed to start"
 _WHAT_FOLLOWED = ("EngineDead", "root cause", ": cancelled")  # errors that others led to
 _DIED = re.compile(r"\S+ died unexpectedly")
 
@@ -58,7 +59,14 @@ class Processes:
             # this one may have an event loop, which vLLM would take for its own; the processes end with their thread
             self._thread = ThreadPoolExecutor(1)
             try:
-                self.core = self._thread.submit(_core, dict(arguments)).result()
+                work = self._thread.submit(_core, dict(arguments))
+                while not wait(
+                    [work], _PATIENCE_S
+                ).done:  # one that has failed may hang at its end: vLLM waits for that
+                    if _FAILED in self._log.read_text(errors="replace"):
+                        for process in set(multiprocessing.active_children()) - before:
+                            process.kill()
+                self.core = work.result()
             except Exception as error:
                 faults = error.errors() if isinstance(error, ValidationError) else ()
                 named = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults)

@@ -150,6 +150,9 @@ class Worker(Actor):
         if hasattr(self, "_rank"):
             self._rank.engine = engine
 
+    async def version(self) -> int:
+        return self._engine.version
+
     async def engine(self, method: str, *args: Any) -> Any:
         return await getattr(self._engine, method)(*args)
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from dapo.errors import UserError
 from dapo.orchestrator.runtime.ray.handles import GoneError, Remote
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
@@ -35,7 +36,7 @@ class _Ask:
     request: Request
     places: tuple[int, ...]
     """Of its samples in the request as it came."""
-    events: asyncio.Queue[Sample | Draft | Exception | None]
+    events: asyncio.Queue[Sample | Draft | BaseException | None]
     drafts: bool
     came: set[int] = field(default_factory=set)
     cancelled: bool = False
@@ -93,10 +94,11 @@ class Fleet:
         give: Callable[[Remote], Awaitable[int | None]] | None = None,
         in_turn: bool = False,
         closed: Callable[[], Awaitable[None]] | None = None,
+        version: int = 0,
     ) -> None:
         """
         Args:
-            engines: each with the weights of version 0.
+            engines: all of version ``version``.
             make: an engine in the place of that of a number; None: none can be made, and the first one to die ends all.
             tell: hears of those that died.
             give: hand a new engine the weights of now, if nothing is in the way; returns their version.
@@ -107,9 +109,9 @@ class Fleet:
         self._make, self._tell, self._give, self._in_turn, self._then = make, tell, give, in_turn, closed
         self._keys, self._turns = itertools.count(), itertools.count()
         self._waiting: list[_Ask] = []  # until there is an engine
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._damaged: Exception | None = None
-        self._version, self._paused, self._changing = 0, False, False
+        self._version, self._paused, self._changing = version, False, False
         self._tasks: set[asyncio.Task[None]] = set()
         self.replaced = self.asked_again = 0
         """Engines, and samples that were asked for once more, so far."""
@@ -140,14 +142,14 @@ class Fleet:
 
     async def stream(self, requests: Sequence[Request], *, drafts: bool = True) -> AsyncIterator[Sample | Draft]:
         """Of a sample whose engine died, drafts begin again."""
-        events: asyncio.Queue[Sample | Draft | Exception | None] = asyncio.Queue()
+        events: asyncio.Queue[Sample | Draft | BaseException | None] = asyncio.Queue()
         asks = [_Ask(request, tuple(range(len(request.seeds))), events, drafts) for request in requests]
         self._route(asks)
         left = len(asks)
         try:
             while left:
                 event = await events.get()
-                if isinstance(event, Exception):
+                if isinstance(event, BaseException):
                     raise event
                 left -= event is None
                 if event is not None:
@@ -236,14 +238,14 @@ class Fleet:
 
     # --- weights that come from elsewhere -----------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def changing(self) -> AsyncIterator[Change]:
-        """Inside, weights go to the engines directly. None has to do with requests that are made meanwhile."""
-        change = Change(self, [seat for seat in self._seats if not seat.gone])
+    async def change(self, send: Callable[[list[Any]], Awaitable[tuple[int, Collection[int] | None]]]) -> None:
+        """Have ``send`` give weights to the engines, actors, that there are; it returns the version of these weights,
+        and which of the engines have them (None: all). Requests that are made meanwhile wait."""
+        seats = [seat for seat in self._seats if not seat.gone]
         self._changing, self._damaged = True, None
         with self._arriving():
-            yield change
-        assert not self._changing, "nobody said which version they are"
+            version, reached = await send([seat.remote.actor for seat in seats])
+        self._changed(version, seats if reached is None else [seats[place] for place in reached])
 
     def _changed(self, version: int, seats: Collection[_Seat] | None = None) -> None:
         self._version, self._changing = version, False
@@ -258,7 +260,13 @@ class Fleet:
     def _begin(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """What nobody expected ends all: those who wait would wait for ever."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
 
     def _route(self, asks: Sequence[_Ask]) -> None:
         if error := self._failure or self._damaged:
@@ -320,7 +328,7 @@ class Fleet:
 
         self._begin(wait())
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Nothing more can be sampled."""
         if self._failure is not None:
             return
@@ -336,7 +344,7 @@ class Fleet:
         if self._failure is not None:
             return
         if self._make is None:
-            self.fail(EngineError(str(error)))
+            self.fail(FleetError(str(error)))
             return
         again = [ask.rest() for ask in asks if ask.unfinished and not ask.cancelled]
         for ask in asks:
@@ -358,7 +366,7 @@ class Fleet:
             why = f"within {REPLACE_SECONDS:g} s" if isinstance(error, TimeoutError) else f"({error})"
             self._tell(f"{self._seats[number].remote.name}: no other one could be started {why}")
             if all(seat.gone for seat in self._seats):
-                self.fail(EngineError(f"no engine is left, and no other one could be started {why}"))
+                self.fail(FleetError(f"no engine is left, and no other one could be started {why}"))
             return
         seat = self._seats[number] = _Seat(remote, ready=False)
         if self._paused:
@@ -369,28 +377,11 @@ class Fleet:
     async def _catch_up(self, seat: _Seat) -> None:
         """Have a new engine sample, once it has the weights of now. If there are newer ones, it gets those with the
         others."""
-        try:
-            given = 0 if self._give is None or self._changing else await self._give(seat.remote)
-        except Exception as error:
-            self.fail(error)
-            return
+        given = 0 if self._give is None or self._changing else await self._give(seat.remote)
         if given == self._version and not (self._changing or seat.gone):
             seat.ready = True
             self._route_waiting()
 
 
-class Change:
-    """New weights for the engines of a fleet."""
-
-    def __init__(self, fleet: Fleet, seats: Sequence[_Seat]) -> None:
-        self._fleet, self._seats = fleet, seats
-
-    @property
-    def actors(self) -> list[Any]:
-        """The engines that are there."""
-        return [seat.remote.actor for seat in self._seats]
-
-    def done(self, version: int, reached: Collection[int] | None = None) -> None:
-        """``reached``: which of them have it; None: all."""
-        seats = self._seats if reached is None else [self._seats[place] for place in reached]
-        self._fleet._changed(version, seats)
+class FleetError(EngineError, UserError):
+    """No engine is left. The run goes on from its last checkpoint."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from dapo.algorithm.kl import AdaptiveKL
 from dapo.config.placement import Bundle, shards
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, UserError
 from dapo.model.adapters import find_adapter
 from dapo.model.loading import stop_token_ids
 from dapo.orchestrator.build import Setup
@@ -20,7 +20,6 @@ from dapo.orchestrator.runtime.ray.cluster import Cluster, in_worker
 from dapo.orchestrator.runtime.ray.fleet import Fleet
 from dapo.orchestrator.runtime.ray.handles import GoneError, Packer, Rank, Remote
 from dapo.orchestrator.runtime.ray.weights import RaySync
-from dapo.rollout.engine import EngineError
 from dapo.training.parallel.front import RankedLearner, RankError
 
 
@@ -37,7 +36,7 @@ async def place_on_ray(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], objec
         return await _placed(setup, kl, tell, cluster)
     except GoneError as error:
         await cluster.leave()
-        raise EngineError(f"runtime: {error}") from None
+        raise UserError(f"runtime: {error}") from None
     except BaseException:
         await cluster.leave()
         raise
@@ -62,7 +61,8 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
     (learner, workers), found = made[0], made[1:]
     sync, in_turn = RaySync(), config.runtime.deterministic
     if engines:
-        fleet = Fleet(found, another, tell, partial(sync.give, learner), in_turn, cluster.leave)
+        version = await found[0].call("version")  # vLLM begins without weights
+        fleet = Fleet(found, another, tell, partial(sync.give, learner), in_turn, cluster.leave, version)
     else:  # a whole model in main memory at a time
         found = [await engine_in(*pair) for pair in zip(workers, cluster.of("learner"), strict=True)]
         fleet = Fleet(found, None, tell, None, in_turn, cluster.leave)

@@ -40,7 +40,10 @@ class RayScorer(Scorer):
                 self._cluster = Cluster.join(self._config)
                 await self._cluster.start()
                 numbers = range(len(self._cluster.of("reward")))
-                self._actors = list(await asyncio.gather(*map(self._made, numbers)))
+                try:
+                    self._actors = list(await asyncio.gather(*map(self._made, numbers)))
+                except GoneError as error:
+                    raise RewardError(f"reward: {error}") from None
 
     async def _made(self, number: int) -> Remote:
         assert self._cluster is not None

@@ -113,10 +113,13 @@ class RaySync:
     async def push(self, learner: Any, engine: Any) -> None:
         """Every engine that is there has the weights, or is replaced by one that gets them."""
         fleet: Fleet = engine
-        async with fleet.changing() as change:
-            version, reached = await learner.call("hand_over", change.actors)
+
+        async def send(actors: list[Any]) -> tuple[int, list[int] | None]:
+            sent: tuple[int, list[int] | None] = await learner.call("hand_over", actors)
             self._updates = learner.facts.updates
-            change.done(version, reached)
+            return sent
+
+        await fleet.change(send)
 
     async def give(self, learner: RankedLearner, engine: Remote) -> int | None:
         """Hand a new engine the weights that the others have, unless there are newer ones, which a push is to bring.

@@ -1,0 +1,133 @@
+"""``dapo sft``, ``dapo dpo``, ``dapo reward-model`` and ``dapo phases``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, complete_run, is_setting
+from dapo.commands.train import stopped_by_signals
+from dapo.errors import ConfigError
+from dapo.util.terminal import Terminal
+
+if TYPE_CHECKING:
+    from dapo.config import Config
+    from dapo.config.stages import StageConfig
+
+Recipe = Annotated[
+    str | None,
+    typer.Argument(help="YAML file that describes the stage.", metavar="RECIPE", autocompletion=complete_recipe),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN", help="Go on with the run in this folder.", autocompletion=complete_run),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check recipe and rows, print what follows, start nothing.")]
+Curve = Annotated[
+    int, typer.Option(min=0, metavar="K", help="Train K times, on growing parts of the rows, each twice the last.")
+]
+
+
+def _command(stage: str, told: str) -> Callable[..., None]:
+    def command(
+        recipe: Recipe = None,
+        overrides: Overrides = None,
+        resume: Resume = None,
+        curve: Curve = 0,
+        dry_run: DryRun = False,
+        quiet: Quiet = False,
+        debug: Debug = False,
+    ) -> None:
+        with errors_for_people(debug, output_is_result=dry_run):
+            _stage(stage, recipe, list(overrides or ()), resume, curve, dry_run, quiet)
+
+    command.__name__, command.__doc__ = stage, told
+    return command
+
+
+sft = _command("sft", "Fine-tune a model on demonstrations: prompts with responses, or conversations.")
+dpo = _command("dpo", "Train a model on preferences: pairs or rankings of responses (DPO, IPO, SimPO).")
+reward_model = _command("reward_model", "Train a reward model on pairs, rankings or labelled texts.")
+
+
+def phases(
+    recipe: Annotated[str, typer.Argument(help="YAML file with phases.", metavar="RECIPE")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on: phases that are done stay as they are.")] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Run several stages one after the other, such as sft, reward_model and dapo, as phases.NAME of RECIPE say."""
+    with errors_for_people(debug, output_is_result=False):
+        from dapo.observe.progress import make_listener
+        from dapo.stages.phases import REPORT, load_phases, run_phases
+
+        root, found = load_phases(recipe, overrides or ())
+        with closing(make_listener(quiet)) as listener, stopped_by_signals(120.0) as shutdown:
+            run_phases(root, found, listener, resume, shutdown)
+        _say(f"what each phase changed: {root / REPORT}", quiet)
+
+
+def _stage(
+    stage: str, recipe: str | None, changes: list[str], resume: Path | None, curve: int, dry_run: bool, quiet: bool
+) -> None:
+    from dapo.config.plan import existing_recipe, require_files
+    from dapo.config.stages import load_stage
+    from dapo.observe.progress import make_listener
+    from dapo.observe.run_folder import RunFolder
+
+    if resume is not None and recipe is not None and is_setting(recipe):
+        changes, recipe = [recipe, *changes], None
+    if (recipe is None) == (resume is None):
+        name = f"dapo {stage.replace('_', '-')}"
+        raise ConfigError(f"give a recipe, {name} RECIPE, or a run to go on with, {name} --resume RUN")
+    if resume is not None:
+        from dapo.stages.run import resume_stage
+
+        config = resume_stage(stage, resume, changes)
+    else:
+        config = load_stage(stage, recipe or "", changes)
+    require_files(cast("Config", config), existing_recipe(recipe) if recipe else None)
+    if dry_run:
+        _dry_run(config)
+        return
+    with closing(make_listener(quiet)) as listener:
+        with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
+            listener.phase("loading")
+            from dapo.stages.run import run_curve, run_stage
+
+            folder = RunFolder(resume) if resume else None
+            if curve:
+                summary = run_curve(config, curve, listener, shutdown)
+            else:
+                summary = run_stage(config, listener, None, folder, shutdown)
+        listener.finished(summary)
+    _say(_next(config, f"{summary['run_dir']}/model-after"), quiet)
+
+
+def _next(config: Any, model: str) -> str:
+    """What to do after a stage."""
+    if config.stage != "reward_model":
+        return f"train on from here: dapo train RECIPE model.path={model}"
+    section = f"kind: model, path: {model}, template: {config.reward_model.template}"
+    return f"train a policy by it: dapo train RECIPE 'reward={{{section}, max_length: {config.data.max_length}}}'"
+
+
+def _dry_run(config: StageConfig) -> None:
+    from dapo.observe.progress import PlainListener
+    from dapo.observe.run_folder import config_yaml
+    from dapo.stages.run import Given, StageRun
+
+    run = StageRun(config, PlainListener(Terminal(stderr=True)), Given(), None)
+    print(config_yaml(run.config), end="")
+    print(f"# rows: {run.source.rows:,}, held out: {len(run.heldout):,}; updates: {run.config.training.steps:,}")
+
+
+def _say(line: str, quiet: bool) -> None:
+    if not quiet:
+        Terminal().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,59 @@
+"""The learner of a stage: that of a run, in this process, with the stage's loss in place of an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from dapo.algorithm.preference import Statistics
+from dapo.data.examples import Example
+from dapo.records import TokenBatch
+from dapo.stages.stage import Stage
+from dapo.training.learner import LocalLearner
+from dapo.training.objective_protocol import Objective, Unit, unit_of
+from dapo.training.trainer import Trainer
+from dapo.util.asynchronous import in_thread
+from dapo.util.shutdown import Stopped
+
+
+class StageLearner(LocalLearner):
+    """Trains on batches of :meth:`Stage.batch`, which carry all that the loss needs to know."""
+
+    def __init__(self, trainer: Trainer, stage: Stage, out_of_time: Callable[[], bool]) -> None:
+        """Arguments as for :class:`LocalLearner`, which has an algorithm instead."""
+        self.trainer, self._stage, self._out_of_time = trainer, stage, out_of_time
+        self._pool = ThreadPoolExecutor(1, "dapo-training")
+        self._compute = partial(in_thread, pool=self._pool)
+
+    @property
+    def watched_objective(self) -> Objective:
+        return _Watched(self._stage.objective, self._out_of_time)
+
+    def inputs(self, mini: TokenBatch) -> Any:
+        return self._stage.inputs(mini, self.trainer.device)
+
+    async def evaluate(self, heldout: Sequence[Example]) -> dict[str, float]:
+        """Metrics ``eval/...`` of the present weights on held-out rows."""
+        return await self._compute(self._stage.evaluate, self.trainer, heldout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """An objective that ends an update which there is no time left for."""
+
+    objective: Objective
+    out_of_time: Callable[[], bool]
+
+    @property
+    def unit(self) -> Unit:
+        return unit_of(self.objective)
+
+    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, Statistics]:
+        if self.out_of_time():
+            raise Stopped("there is no time left for this update")
+        return self.objective(logprobs, entropy, inputs)

@@ -1,0 +1,108 @@
+"""Phases: several stages and runs in one recipe, each of which may begin from what an earlier one made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo.config import Config, build_config
+from dapo.config.plan import existing_recipe
+from dapo.config.reading import beside as run_beside
+from dapo.config.reading import read_recipe
+from dapo.config.stages import STAGES, StageConfig, beside, build_stage
+from dapo.errors import ConfigError
+from dapo.observe.progress import Listener, before_and_after
+from dapo.observe.run_folder import RunFolder
+from dapo.observe.run_view import RunView, is_run
+from dapo.util.files import write_atomic
+from dapo.util.shutdown import Shutdown
+
+REPORT = "report.md"
+_KEYS = ("phases", "dir")
+
+
+def load_phases(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Path, dict[str, StageConfig | Config]]:
+    """The folder of a method, and its phases by name, in their order.
+
+    The recipe has ``phases``, a mapping from names to recipes with ``stage``: one of the stages, or ``dapo``. Text that
+    is ``$NAME`` there stands for the model that the phase of this name, an earlier one, leaves.
+    Raises ConfigError: with what is wrong in any of them."""
+    path = existing_recipe(recipe)
+    tree, _ = read_recipe(path, overrides)
+    phases = tree.get("phases")
+    if unknown := [key for key in tree if key not in _KEYS]:
+        raise ConfigError(f"{path}: {unknown[0]}: unknown key; valid here: {', '.join(_KEYS)}")
+    if not isinstance(phases, dict) or not phases or not all(isinstance(one, dict) for one in phases.values()):
+        raise ConfigError(f"{path}: phases: must be a mapping from names to recipes, such as sft: {{stage: sft, ...}}")
+    root = Path(str(tree.get("dir") or f"runs/{path.stem}"))
+    found: dict[str, StageConfig | Config] = {}
+    for name, given in phases.items():
+        phase = _filled(dict(given), {one: str(root / one / "model-after") for one in found}, f"{path}: phases.{name}")
+        phase["run"] = {**(phase.get("run") or {}), "dir": str(root / name)}
+        source, kind = f"{path}: phases.{name}", phase.pop("stage", None)
+        if kind == "dapo":
+            found[name] = run_beside(build_config(phase, source), path.parent)
+        elif kind in STAGES:
+            found[name] = beside(build_stage(kind, phase, source), path.parent)
+        else:
+            raise ConfigError(f"{source}.stage: is {kind}, and can be {', '.join([*STAGES, 'dapo'])}")
+    return root, found
+
+
+def _filled(value: Any, models: Mapping[str, str], where: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(one, models, f"{where}.{key}") for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, models, where) for one in value]
+    if not isinstance(value, str) or not value.startswith("$"):
+        return value
+    if value[1:] not in models:
+        known = ", ".join(f"${name}" for name in models) or "none, as this is the first phase"
+        raise ConfigError(f"{where}: {value} names no earlier phase; there are: {known}")
+    return models[value[1:]]
+
+
+def run_phases(
+    root: Path, phases: Mapping[str, StageConfig | Config], listener: Listener, resume: bool, shutdown: Shutdown
+) -> dict[str, Any]:
+    """Each phase, one after the other; ``resume``: those that are done are left as they are, and one that was stopped
+    goes on. Returns the summary of each by name; ``report.md`` in ``root`` tells of all.
+    Raises ConfigError: a phase is there already; Stopped and UserError as the phases do."""
+    from dapo.orchestrator.inputs import RunOverrides
+    from dapo.orchestrator.launch import run_experiment
+    from dapo.stages.run import as_begun, run_stage
+
+    found: dict[str, Any] = {}
+    for name, config in phases.items():
+        folder = RunFolder(root / name)
+        there = is_run(folder.root)
+        if there and not resume:
+            raise ConfigError(f"{folder.root}: is there already; --resume goes on, or give another dir=FOLDER")
+        if there and (view := RunView.read(folder.root)).state == "finished":
+            listener.phase(f"phase {name}: done before")
+            found[name] = view.summary
+            continue
+        listener.phase(f"phase {name}")
+        again = folder if there else None
+        if isinstance(config, Config):
+            found[name] = run_experiment(config, listener, RunOverrides(resume=again), shutdown)
+        else:
+            found[name] = run_stage(as_begun(again, config) if again else config, listener, None, again, shutdown)
+        write_atomic(root / REPORT, report(found))
+    return found
+
+
+def report(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    """What each phase changed, in Markdown."""
+    lines = ["# Phases", ""]
+    for name, summary in summaries.items():
+        lines += [
+            f"## {name}",
+            "",
+            f"{summary.get('steps')} steps, {summary.get('stopped')}: `{summary['run_dir']}`",
+            "",
+        ]
+        if rows := before_and_after(summary):
+            lines += ["| | before | after |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows), ""]
+    return "\n".join(lines)

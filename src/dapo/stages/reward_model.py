@@ -1,0 +1,165 @@
+"""Reward models: a score head on a language model, trained on pairs, rankings or labels.
+
+A text is followed by one token that nobody reads, so that the state which predicts it is that of the last real token:
+what a loss sees as the log-probabilities of response tokens are scores here. What is saved is a sequence classifier of
+Transformers with one output, which ``reward: {kind: model}`` loads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from dapo.algorithm.preference import ScoreObjective, outcome_loss, outcome_objective, share_right
+from dapo.data.examples import Example, labelled, ranked
+from dapo.data.rows import BadRow, Row
+from dapo.errors import ConfigError, ModelError
+from dapo.evaluation.statistics import calibration_error
+from dapo.model.adapters import has_adapter
+from dapo.model.loading import load_model
+from dapo.records import TokenBatch
+from dapo.reward.model.text import PairText
+from dapo.stages.batches import labelled_inputs, labels, ranked_inputs, rankings
+from dapo.stages.stage import Parts, accuracy_metrics, evaluate_pairs, in_parts
+from dapo.training.checkpoint import read_tensors
+from dapo.training.objective_protocol import Objective
+from dapo.training.parallel.holding import MODEL, Replica
+from dapo.training.policy import Policy
+from dapo.training.trainer import Trainer
+
+_ROWS_AT_ONCE = 2**16
+
+
+class RewardModel:
+    """The stage ``reward_model``."""
+
+    today = None
+
+    def __init__(self, config: Any, tokenizer: Any, source: Any) -> None:
+        self.config, self._tokenizer = config, tokenizer
+        section = config.reward_model
+        name = config.model.tokenizer or config.model.path
+        self._text = PairText(tokenizer, section.template, name)
+        self._outcome = section.loss == "outcome"
+        self.objective: Objective = outcome_objective if self._outcome else ScoreObjective(section.centring)
+        self.stop_ids: Sequence[int] = ()
+        self._ends: set[int] = set()
+
+    def encode(self, row: Any) -> Sequence[Example]:
+        """As the reward model will read prompt and response. What all responses begin with is computed once."""
+        read = labelled(row, self.config.data) if self._outcome else ranked(row, self.config.data, needs_prompt=False)
+        prompt = Row(read.prompt, None).text if read.prompt else ""
+        texts = [self._text.encode(prompt, response).token_ids for response in read.responses]
+        if not all(texts):
+            raise BadRow("the tokenizer makes no tokens of a text")
+        self._ends.update(ids[-1] for ids in texts)
+        shortest = min(map(len, texts))
+        same = next((k for k in range(shortest) if len({ids[k] for ids in texts}) > 1), shortest)
+        start = max(1, min(same, shortest - (len(texts) == 1)))
+        responses = tuple((*ids[start:], ids[-1]) for ids in texts)  # and the token that nobody reads
+        return [Example(tuple(texts[0][:start]), responses, read.values, read.margin)]
+
+    def load(self, source: Any, device: torch.device) -> Any:
+        """The backbone of a language model under a score head of zeros."""
+        model = load_model(source, torch.float32, self.config.model.trust_remote_code, device)
+        if has_adapter(model):
+            raise ModelError(
+                "model.path: holds an adapter, and a reward model is trained whole; merge it into its base"
+            )
+        return as_classifier(model, self._pad_token())
+
+    def _pad_token(self) -> int:
+        """A token that no text ends with: classifiers of Transformers read the score before trailing padding tokens."""
+        tokenizer = self._tokenizer
+        named = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids)
+        for token_id in named:
+            if token_id is not None and token_id not in self._ends:
+                return int(token_id)
+        raise ConfigError(
+            "model.tokenizer: texts end with each of its special tokens, so none of them can be the padding of a "
+            "classifier; add a pad token of its own to the tokenizer"
+        )
+
+    def trainer(self, model: Any) -> Trainer:
+        dtype = getattr(torch, self.config.model.compute_dtype)
+        trainer = Trainer(model, self.config.training, 1.0, dtype, held=_Whole())
+        policy = trainer.policy
+        trainer.policy = ScorePolicy(policy.model, 1.0, policy.tokens_per_micro_batch, dtype, policy.held)
+        return trainer
+
+    def prepare(self, trainer: Trainer, folder: Path, parts: Parts, tell: Any) -> None:
+        """Nothing."""
+
+    def batch(self, examples: Sequence[Example]) -> TokenBatch:
+        return labels(examples) if self._outcome else rankings(examples, scored=True)
+
+    def inputs(self, batch: TokenBatch, device: torch.device) -> Any:
+        return labelled_inputs(batch, device) if self._outcome else ranked_inputs(batch, device)
+
+    def evaluate(self, trainer: Trainer, examples: Sequence[Example]) -> dict[str, float]:
+        if not self._outcome:
+            return evaluate_pairs(trainer, examples, self.batch, self.objective, self.config.seed)
+        scores = torch.cat(
+            [trainer.logprobs(b)[b.columns["weights"] != 0].cpu() for b in map(labels, in_parts(examples))]
+        )
+        truth = torch.tensor([one.values[0] for one in examples])
+        towards = torch.where(truth > 0.5, scores, -scores).double()  # above 0: right
+        loss = float(outcome_loss(scores, truth).mean())
+        found = accuracy_metrics(share_right(towards).tolist(), self.config.seed)
+        return {**found, "eval/loss": loss, "eval/calibration_error": calibration_error(towards.numpy())}
+
+
+def as_classifier(model: Any, pad_token_id: int) -> Any:
+    """The sequence classifier of Transformers over the backbone of ``model``, which it shares.
+    Raises ModelError: Transformers has none for this architecture."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = copy.deepcopy(model.config)
+    config.num_labels, config.pad_token_id = 1, pad_token_id
+    with torch.device("meta"):
+        try:
+            found = AutoModelForSequenceClassification.from_config(config)
+        except ValueError:
+            raise ModelError(f"model.path: Transformers has no sequence classifier for {config.model_type}") from None
+    backbone = model.base_model
+    setattr(found, found.base_model_prefix, backbone)
+    like = next(backbone.parameters())
+    found.score = torch.nn.Linear(config.hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)
+    torch.nn.init.zeros_(found.score.weight)  # every text begins with the score 0
+    found.generation_config, found.source_dtype = model.generation_config, model.source_dtype
+    return found.eval()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScorePolicy(Policy):
+    """Scores in place of log-probabilities: one for each state, and no entropy."""
+
+    @property
+    def rows_at_once(self) -> int:
+        return _ROWS_AT_ONCE
+
+    def read(self, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(states.device.type, enabled=False):
+            scores = torch.nn.functional.linear(states.float(), self.model.score.weight).squeeze(-1)
+        return scores, torch.zeros_like(scores)
+
+
+class _Whole(Replica):
+    """Reads a classifier back, which is no causal language model."""
+
+    def load_weights(self, model: Any, folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        try:
+            saved = read_tensors(folder, MODEL)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ModelError(f"{folder}: cannot be read: {error}") from None
+        if {n: tuple(t.shape) for n, t in saved.items()} != {n: tuple(p.shape) for n, p in parameters.items()}:
+            raise ModelError(f"{folder}: holds the weights of another model")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(saved[name])

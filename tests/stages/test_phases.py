@@ -1,0 +1,143 @@
+"""Phases of one recipe: each from what an earlier one made, each resumable; and the page over what they leave."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dapo.commands import app
+from dapo.config.plan import existing_recipe
+from dapo.config.stages import load_stage
+from dapo.errors import ConfigError
+from dapo.observe.run_view import RunView
+from dapo.stages.phases import load_phases
+from run_cases import TOKENIZER, tiny_model
+from stage_cases import ROWS
+
+SIZES = {"steps": 2, "rows_per_update": 4, "warmup_steps": 0, "tokens_per_micro_batch": 64, "learning_rate": 1e-3}
+QUIET = {"resources_every_s": 0}
+METHOD: dict[str, Any] = {
+    "dir": "runs/method",
+    "phases": {
+        "sft": {
+            "stage": "sft",
+            "model": {"path": "tiny"},
+            "data": {"train": "sft.jsonl", "template": "plain", "max_length": 32},
+            "training": SIZES,
+            "run": QUIET,
+        },
+        "reward": {
+            "stage": "reward_model",
+            "model": {"path": "$sft"},
+            "data": {"train": "dpo.jsonl", "max_length": 32},
+            "evaluation": {"data": "dpo.jsonl", "rows": 8},
+            "reward_model": {"template": "plain"},
+            "training": SIZES,
+            "run": QUIET,
+        },
+        "rl": {
+            "stage": "dapo",
+            "model": {"path": "$sft"},
+            "data": {"train": "sft.jsonl", "template": "plain", "max_prompt_length": 8},
+            "reward": {"kind": "model", "path": "$reward", "template": "plain", "max_length": 32},
+            "rollout": {"prompts_per_step": 2, "samples_per_prompt": 4, "max_response_length": 8},
+            "algorithm": {"filter_groups": {"metric": "score"}, "overlong_buffer": {"len": 2}},
+            "training": {"steps": 1, "groups_per_update": 1, "tokens_per_micro_batch": 64},
+            "run": QUIET,
+        },
+    },
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("tiny")
+    TOKENIZER.save_pretrained("tiny")
+    for name in ("sft", "dpo"):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
+    Path("method.yaml").write_text(yaml.safe_dump(METHOD, sort_keys=False))
+    return tmp_path
+
+
+def invoke(*words):
+    done = CliRunner().invoke(app, ["phases", "method.yaml", *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_policy_is_trained_by_the_reward_model_of_a_phase_before(here):
+    invoke()
+    views = {name: RunView.read(here / "runs/method" / name) for name in METHOD["phases"]}
+    assert {view.state for view in views.values()} == {"finished"}
+    assert views["rl"].config["reward"]["path"] == "runs/method/reward/model-after"
+    told = (here / "runs/method/report.md").read_text()
+    assert all(f"## {name}" in told for name in views) and "| accuracy | 50.0% |" in told
+    before = (here / "runs/method/sft/summary.json").stat().st_mtime_ns
+    shutil.rmtree(here / "runs/method/rl")  # what comes when nobody has begun it
+    (here / "runs/method/reward/summary.json").unlink()  # killed at its end
+    said = invoke("--resume")
+    assert "phase sft: done before" in said and "phase reward: done before" not in said
+    assert (here / "runs/method/sft/summary.json").stat().st_mtime_ns == before
+    assert RunView.read(here / "runs/method/rl").state == "finished"
+    assert CliRunner().invoke(app, ["phases", "method.yaml"]).exit_code == 2  # it is there already
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("phases.reward.model.path=$rl", r"phases\.reward\.model\.path: \$rl names no earlier phase; there are: \$sft"),
+        ("phases.sft.stage=ppo", r"phases\.sft\.stage: is ppo, and can be sft, dpo, reward_model, dapo"),
+        ("phases.sft.training.stpes=1", r"training\.stpes: unknown key"),
+        ("phases=3", "must be a mapping"),
+        ("phase=3", "phase: unknown key"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(here, change, message):
+    with pytest.raises(ConfigError, match=message):
+        load_phases("method.yaml", [change])
+
+
+@pytest.mark.parametrize(("name", "stage"), [("sft", "sft"), ("dpo", "dpo"), ("reward-model", "reward_model")])
+def test_the_recipes_to_begin_with_can_be_read(name, stage):
+    folder = Path(__file__).parents[2] / "recipes/method"
+    assert load_stage(stage, folder / f"{name}.yaml").stage == stage
+    assert list(load_phases(existing_recipe(folder / "phases.yaml"))[1]) == ["sft", "reward", "rl"]
+
+
+def test_a_learning_curve_over_the_number_of_pairs(here):
+    tree = {key: value for key, value in METHOD["phases"]["reward"].items() if key != "stage"}
+    Path("rm.yaml").write_text(yaml.safe_dump(tree | {"model": {"path": "tiny"}, "run": QUIET | {"dir": "runs/rm"}}))
+    done = CliRunner().invoke(app, ["reward-model", "rm.yaml", "--curve", "3"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(Path("runs/rm/curve.json").read_text())
+    assert [point["rows"] for point in found] == [9, 18, 36] and all("accuracy_after" in point for point in found)
+
+
+def test_the_page_report_and_inspect_show_a_stage(here):
+    pytest.importorskip("duckdb")
+    from page_run import served
+
+    invoke("phases.sft.training.steps=1")
+    with served(here / "runs/method") as address:
+        import urllib.request
+
+        def get(view):
+            with urllib.request.urlopen(f"{address}/api/{view}", timeout=30) as answer:
+                return json.loads(answer.read())
+
+        assert {"preference/accuracy", "preference/margin", "eval/accuracy"} <= set(
+            get("metrics?run=reward")["headlines"]
+        )
+        for view in ("curves?run=reward&metric=preference/margin", "config?run=reward", "alarms?run=reward"):
+            assert get(view)
+        assert get("evaluation?run=reward") and get("time?run=reward")
+    for command in ("inspect", "report"):
+        done = CliRunner().invoke(app, [command, "runs/method/reward"])
+        assert done.exit_code == 0, done.output
