@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
 from dapo.errors import ConfigError, ModelError
 from dapo.observe.progress import QuietListener
@@ -146,6 +147,32 @@ def test_a_process_that_is_killed_before_it_reads_what_to_load() -> None:
     process._process.kill()
     with pytest.raises(ProcessError, match="did not start: its process ended with exit code -9"):
         process.loaded(QuietListener())
+
+
+def test_memory_that_is_shared_stays_until_it_is_read_though_whoever_asked_has_gone() -> None:
+    process = EngineProcess(slowly)
+    sizes: list[int] = []
+
+    async def run() -> None:
+        begun, read = asyncio.Event(), asyncio.Event()
+
+        async def take(layout: Any) -> None:
+            begun.set()
+            await read.wait()
+            sizes.append(os.fstat(process._memory.fileno()).st_size)
+
+        put = asyncio.create_task(process.put([("a", torch.ones(8))], take))
+        await begun.wait()
+        put.cancel()
+        await asyncio.sleep(0)
+        read.set()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        sizes.append(os.fstat(process._memory.fileno()).st_size)
+
+    asyncio.run(run())
+    process.kill()
+    assert sizes == [32, 0]
 
 
 def test_engines_that_share_a_gpu_are_told_how_much_of_it_each_takes(
