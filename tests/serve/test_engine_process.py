@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -11,13 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+import torch
 
-from dapo.errors import ModelError
+from dapo.errors import ConfigError, ModelError
 from dapo.observe.progress import QuietListener
-from dapo.rollout.process import ProcessEngine
-from dapo.serve.model import load_served
+from dapo.rollout.engine import Request, Sampling
+from dapo.rollout.process import EngineProcess, ProcessEngine, ProcessError
+from dapo.serve.door import Refused
+from dapo.serve.model import Job, load_served
 from served import PINNED, SMALL, Served, served
 from server_process import ServerProcess
 
@@ -100,21 +105,113 @@ def test_a_process_that_is_killed_is_an_error_for_all_who_wait_and_all_who_come(
         assert server.model.waiting == 0
 
 
-def test_the_command_ends_with_its_engine_and_the_engine_with_it(folder: Path) -> None:
-    words = [str(folder), *(word for one in SMALL for word in ("--set", one))]
-    with ServerProcess(APART, *words) as server:
+def test_the_command_ends_with_its_engine_and_tells_who_waits_for_an_update(folder: Path) -> None:
+    words = [str(folder), "--token-env", "SECRET", *(word for one in SMALL for word in ("--set", one))]
+    headers = {"Authorization": "Bearer x"}
+    client = httpx.Client(headers=headers, trust_env=False, timeout=60)
+    with ServerProcess(APART, *words, env={"SECRET": "x"}, headers=headers) as server, ThreadPoolExecutor(1) as pool:
+        assert client.post(f"{server.url}/weights/begin", json={"version": 1}).status_code == 200
+        waits = pool.submit(client.post, f"{server.url}/v1/completions", json=LONG)  # for the rest of the weights
+        time.sleep(0.3)
         os.kill(child_of(server), signal.SIGKILL)
+        assert waits.result().status_code == 503 and "exit code -9" in waits.result().text
         assert server.process is not None
         output, _ = server.process.communicate(timeout=20)
         assert server.process.returncode == 1 and "ended with exit code -9" in output and "Traceback" not in output
-        server.start()
-        server.wait_ready()
-        child = child_of(server)
-        server.kill()
-        end = time.monotonic() + 20
-        while Path(f"/proc/{child}/cmdline").exists():
-            assert time.monotonic() < end, "it has outlived its parent"
-            time.sleep(0.05)
+
+
+class _Loads(Exception):
+    """It has come so far."""
+
+
+class _Listener(QuietListener):
+    def phase(self, text: str) -> None:
+        raise _Loads(text)
+
+
+def slowly(listener: Any) -> Any:
+    listener.phase("loading")
+    time.sleep(60)
+
+
+def test_a_process_that_loads_ends_with_the_one_that_started_it() -> None:
+    process = EngineProcess(slowly)
+    with pytest.raises(_Loads):
+        process.loaded(_Listener())
+    process._socket.close()
+    assert process._process.wait(20) == 0
+
+
+def test_a_process_that_is_killed_before_it_reads_what_to_load() -> None:
+    process = EngineProcess(slowly)
+    process._process.kill()
+    with pytest.raises(ProcessError, match="did not start: its process ended with exit code -9"):
+        process.loaded(QuietListener())
+
+
+def test_memory_that_is_shared_stays_until_it_is_read_though_whoever_asked_has_gone() -> None:
+    process = EngineProcess(slowly)
+    sizes: list[int] = []
+
+    async def run() -> None:
+        begun, read = asyncio.Event(), asyncio.Event()
+
+        async def take(layout: Any) -> None:
+            begun.set()
+            await read.wait()
+            sizes.append(os.fstat(process._memory.fileno()).st_size)
+
+        put = asyncio.create_task(process.put([("a", torch.ones(8))], take))
+        await begun.wait()
+        put.cancel()
+        await asyncio.sleep(0)
+        read.set()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        sizes.append(os.fstat(process._memory.fileno()).st_size)
+
+    asyncio.run(run())
+    process.kill()
+    assert sizes == [32, 0]
+
+
+def test_engines_that_share_a_gpu_are_told_how_much_of_it_each_takes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"--engines 2: more than the GPUs here \(1\).* rollout.cache_gib=8"):
+        load_served(str(folder), QuietListener(), overrides=SMALL, copies=2, apart=True)
+
+
+SLOWLY = """
+import time, typer
+from dapo.serve import model
+model.load_served = lambda *args, **more: time.sleep(60)
+from dapo.commands.serve import serve
+typer.run(serve)
+"""
+
+
+def test_a_server_that_loads_ends_at_once_when_it_is_told_to() -> None:
+    with ServerProcess(SLOWLY, "tiny", ready=(503,)) as server:
+        started = time.monotonic()
+        assert server.stop()[0] == 0
+        assert time.monotonic() - started < 10
+
+
+def test_who_waits_for_an_update_hears_that_the_server_ends(folder: Path) -> None:
+    model = load_served(str(folder), QuietListener(), overrides=SMALL)
+
+    async def run() -> None:
+        model.doors["tiny"].hold()
+        parts = model.submit(Job("tiny", [Request(0, (5, 6), (1,), Sampling(1.0, 3))]))
+        waits = asyncio.ensure_future(anext(parts))
+        await asyncio.sleep(0.01)
+        await model.close()
+        with pytest.raises(Refused, match="the server has ended"):
+            await waits
+
+    asyncio.run(run())
 
 
 def child_of(server: ServerProcess) -> int:

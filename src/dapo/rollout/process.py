@@ -12,10 +12,12 @@ import gc
 import itertools
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
@@ -37,7 +39,6 @@ Load = Callable[[Any], "tuple[Mapping[str, NativeEngine], Any]"]
 """Makes engines, by name, and says something of them; tells a listener how far it is."""
 
 _START = "import sys; sys.path[:] = sys.argv[3:]; from dapo.rollout.process import main; main(*map(int, sys.argv[1:3]))"
-_STREAMS = ("generate", "stream")
 _ALIGNED = 16  # bytes, for any type
 _PATIENCE_S = 5.0
 
@@ -74,7 +75,6 @@ class EngineProcess:
             if told is None:
                 raise ProcessError(f"the engine did not start: {self._last_words()} while it loaded the model")
             if isinstance(told, BaseException):
-                self._process.wait()
                 raise told
             what, *arguments = told
             if what == "loaded":
@@ -91,33 +91,30 @@ class EngineProcess:
             raise self.broken
         key, queue = next(self._keys), asyncio.Queue[Any]()
         self._hearing[key] = queue.put_nowait
-        ended = False
         self._writer.write(_message((key, name, method, args)))
+        event: Any = ()
         try:
-            while not ended:
-                event = await queue.get()
-                ended = event is None or isinstance(event, BaseException)
-                if isinstance(event, BaseException):
+            while (event := await queue.get()) is not None:
+                if isinstance(event, Exception):
                     raise event
-                if not ended:
-                    yield event
+                yield event
         finally:
             del self._hearing[key]
-            if not (ended or self.broken):
+            if not (event is None or isinstance(event, Exception) or self.broken):
                 self._writer.write(_message((key,)))
 
-    async def put(self, name: str, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Have engine ``name`` take some weights, through memory that both processes see."""
+    async def put(
+        self, bucket: Sequence[tuple[str, torch.Tensor]], take: Callable[[Layout], Coroutine[Any, Any, Any]]
+    ) -> None:
+        """Call ``take`` when some weights are in memory that both processes see."""
         async with self._putting:
-            layout = await in_thread(self._shared, bucket)
-            work = asyncio.ensure_future(self._put(name, layout))
-            await until_done(work)  # whoever asks may go, but the engine reads from there
-            self._memory.truncate(0)
+            try:
+                layout = await in_thread(self._shared, bucket)
+                work = asyncio.ensure_future(take(layout))
+                await until_done(work)  # whoever asks may go, but the engine reads from there
+            finally:
+                self._memory.truncate(0)
             work.result()
-
-    async def _put(self, name: str, layout: Layout) -> None:
-        async for _ in self.asked(name, "put", layout):
-            pass
 
     def _shared(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> Layout:
         layout, size = [], 0
@@ -194,13 +191,13 @@ class ProcessEngine:
     def stream(self, requests: Sequence[Request]) -> AsyncIterator[Sample | Draft]:
         return self._process.asked(self._name, "stream", requests)
 
-    cancel, pause, resume, begin, commit, sleep, wake = map(
-        _asks, ("cancel", "pause", "resume", "begin", "commit", "sleep", "wake")
+    cancel, pause, resume, begin, commit, sleep, wake, _put = map(
+        _asks, ("cancel", "pause", "resume", "begin", "commit", "sleep", "wake", "put")
     )
 
     async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         if bucket:
-            await self._process.put(self._name, bucket)
+            await self._process.put(bucket, self._put)
 
     async def close(self) -> None:
         """End the process, with the other engines in it."""
@@ -214,8 +211,9 @@ def _message(content: Any) -> bytes:
 
 def _received(line: socket.socket) -> Any:
     """None: it has ended."""
-    size = int.from_bytes(line.recv(8, socket.MSG_WAITALL))
-    content = line.recv(size, socket.MSG_WAITALL)
+    content = b""
+    with suppress(ConnectionError):  # it has not read all that was sent to it
+        content = line.recv(int.from_bytes(line.recv(8, socket.MSG_WAITALL)), socket.MSG_WAITALL)
     return pickle.loads(content) if content else None
 
 
@@ -243,7 +241,8 @@ def main(line: int, memory: int) -> None:
     for number in stop_signals():  # which schedulers send to all processes: what runs is finished first
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(1e-4)  # each launch lets the interpreter go, and has to wait for it where the loop is at work
-    with socket.socket(fileno=line) as ours, suppress(ConnectionError):
+    with socket.socket(fileno=line) as ours, suppress(ConnectionError, EOFError):
+        threading.Thread(target=_end_with, args=(line,), daemon=True).start()
         try:
             load: Load = _received(ours)
             engines, about = load(_Telling(ours))
@@ -253,6 +252,14 @@ def main(line: int, memory: int) -> None:
         gc.freeze()
         ours.sendall(_message(("loaded", {name: engine.shapes for name, engine in engines.items()}, about)))
         asyncio.run(_serve(engines, ours, memory))
+
+
+def _end_with(line: int) -> None:
+    """Leave at once, whatever this process is at, when the other side has gone."""
+    waiting = select.poll()
+    waiting.register(line, select.POLLRDHUP)
+    waiting.poll()
+    os._exit(0)
 
 
 async def _serve(engines: Mapping[str, NativeEngine], line: socket.socket, memory: int) -> None:
@@ -273,7 +280,7 @@ async def _serve(engines: Mapping[str, NativeEngine], line: socket.socket, memor
         try:
             given = [list(_mapped(memory, *args).items())] if method == "put" else args
             asked = getattr(engine, method)(*given)
-            if method in _STREAMS:
+            if isinstance(asked, AsyncGenerator):
                 async with aclosing(asked):
                     async for event in asked:
                         tell(key, event)
@@ -287,15 +294,13 @@ async def _serve(engines: Mapping[str, NativeEngine], line: socket.socket, memor
             if engine.broken:
                 tell(None, _portable(engine.broken))
 
-    with suppress(OSError, asyncio.IncompleteReadError):
-        while True:
-            size = int.from_bytes(await reader.readexactly(8))
-            key, *asked = pickle.loads(await reader.readexactly(size))
-            if asked:
-                tasks[key] = loop.create_task(answer(key, *asked))
-            elif key in tasks:
-                tasks.pop(key).cancel()
-    os._exit(0)
+    while True:
+        size = int.from_bytes(await reader.readexactly(8))
+        key, *asked = pickle.loads(await reader.readexactly(size))
+        if asked:
+            tasks[key] = loop.create_task(answer(key, *asked))
+        elif key in tasks:
+            tasks.pop(key).cancel()
 
 
 def _portable(error: Exception) -> Exception:

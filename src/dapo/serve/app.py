@@ -11,6 +11,7 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -63,7 +64,7 @@ class Service(Progress):
         waiting = Gauge("dapo_policy_waiting", "Samples that wait or are written", registry=registry)
         waiting.set_function(lambda: self.loaded.waiting if self.loaded else 0)
         version = Gauge("dapo_policy_version", "Policy version of the weights in use", registry=registry)
-        version.set_function(lambda: self.loaded.version if self.loaded else 0)
+        version.set_function(lambda: self.loaded.doors[self.loaded.name].version if self.loaded else 0)
 
     @property
     def served(self) -> ServedModel:
@@ -189,7 +190,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             return {}
         about = {"object": "model", "owned_by": "dapo", "created": 0, "max_model_len": served.context}
         return {
-            name: {"id": name, **about, "version": door.engines[0].version}
+            name: {"id": name, **about, "version": door.version}
             | {"parent": None if name == served.name else served.name}
             for name, door in served.doors.items()
         }
@@ -266,10 +267,13 @@ async def serve(
         while not why:
             await asyncio.sleep(1)
             why.extend(filter(None, [service.served.ended]))
+        service.served.turn_away(why[0])
 
     async def close() -> None:
         if service.loaded is not None:
             await service.loaded.close()
+        elif service.state == "draining":  # a signal came, and no thread that loads can be told
+            os._exit(0)
 
     how: dict[str, Any] = {"starting": "loading the model", "ready": "{}/v1 (also /health, /ready, /metrics)"}
     how |= {"until": until, "drain_s": drain_s, "say": say}

@@ -91,11 +91,6 @@ class ServedModel:
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
-    def version(self) -> int:
-        """The policy version of the weights in use."""
-        return self.doors[self.name].engines[0].version
-
-    @property
     def refusal(self) -> str | None:
         """Why nothing is served; None: something is."""
         every = [door.refusal for door in self.doors.values()]
@@ -174,7 +169,13 @@ class ServedModel:
             text = f"{param}: {characters} characters; {self.context} tokens of this model have {most} at most"
             raise Refused(400, text, param)
 
+    def turn_away(self, reason: str) -> None:
+        """All who wait for an update that will not come to its end."""
+        for door in self.doors.values():
+            door.release(reason)
+
     async def close(self) -> None:
+        self.turn_away("the server has ended")
         for door in self.doors.values():
             for engine in door.engines:
                 await engine.close()
@@ -268,6 +269,9 @@ def _in_processes(
     """The same in processes, each of which loads the model; on several GPUs one on each."""
     rows = embedding_rows(config.model.path, config.model.trust_remote_code) or 2**31
     first, count = engine_device(config).index or 0, torch.cuda.device_count()
+    if 0 < count < copies and config.rollout.cache_gib is None:
+        text = f"--engines {copies}: more than the GPUs here ({count}), and those that share one have a cache each"
+        raise ConfigError(f"{text}; say how large each may be, such as --set rollout.cache_gib=8")
     places = [{"rollout.device": f"cuda:{(first + n) % count}"} if count > 1 else {} for n in range(copies)]
     processes = [EngineProcess(partial(_load_there, with_values(config, place), names, tokens)) for place in places]
     engines: list[dict[str, LocalEngine]] = []
