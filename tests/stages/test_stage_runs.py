@@ -115,11 +115,14 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(whole, tmp_path):
 def test_what_would_make_it_another_run_is_refused(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole["dpo"][1], folder)
-    assert resume_stage("dpo", folder, ["training.steps=9"]).training.steps == 9
+    begun = RunFolder(folder)
+    assert as_begun(begun, stage_config("dpo", folder, {"training.steps": 9})).training.steps == 9
     with pytest.raises(ConfigError, match=r"dpo\.beta: was 0\.1, is now 0\.2"):
-        resume_stage("dpo", folder, ["dpo.beta=0.2"])
+        as_begun(begun, stage_config("dpo", folder, {"dpo.beta": 0.2}))
     with pytest.raises(ConfigError, match=r"stage: is dpo, and this is sft; what would work: dapo dpo"):
-        resume_stage("sft", folder)
+        as_begun(begun, stage_config("sft", folder))
+    with pytest.raises(ConfigError, match=r"was begun in Python.*dapo\.dpo\("):
+        resume_stage("dpo", folder)
     with pytest.raises(UserError, match=r"data\.train"):
         run("dpo", folder, {"training.steps": 9}, resume=True, rows=ROWS["dpo"][:-1])
 

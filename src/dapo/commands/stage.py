@@ -99,13 +99,14 @@ def _stage(
     with closing(make_listener(quiet)) as listener:
         with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
             listener.phase("loading")
+            from dapo.orchestrator.inputs import RunOverrides
             from dapo.stages.run import run_curve, run_stage
 
-            folder = RunFolder(resume) if resume else None
+            inputs = RunOverrides(resume=RunFolder(resume) if resume else None)
             if curve:
                 summary = run_curve(config, curve, listener, shutdown)
             else:
-                summary = run_stage(config, listener, None, folder, shutdown)
+                summary = run_stage(config, listener, inputs, shutdown)
         listener.finished(summary)
     _say(_next(config, f"{summary['run_dir']}/model-after"), quiet)
 
@@ -121,9 +122,10 @@ def _next(config: Any, model: str) -> str:
 def _dry_run(config: StageConfig) -> None:
     from dapo.observe.progress import PlainListener
     from dapo.observe.run_folder import config_yaml
-    from dapo.stages.run import Given, StageRun
+    from dapo.orchestrator.inputs import RunOverrides
+    from dapo.stages.run import StageRun
 
-    run = StageRun(config, PlainListener(Terminal(stderr=True)), Given(), None)
+    run = StageRun(config, PlainListener(Terminal(stderr=True)), RunOverrides())
     print(config_yaml(run.config), end="")
     print(f"# rows: {run.source.rows:,}, held out: {len(run.heldout):,}; updates: {run.config.training.steps:,}")
 

@@ -84,11 +84,11 @@ def run_phases(
             found[name] = view.summary
             continue
         listener.phase(f"phase {name}")
-        again = folder if there else None
+        again = RunOverrides(resume=folder if there else None)
         if isinstance(config, Config):
-            found[name] = run_experiment(config, listener, RunOverrides(resume=again), shutdown)
+            found[name] = run_experiment(config, listener, again, shutdown)
         else:
-            found[name] = run_stage(as_begun(again, config) if again else config, listener, None, again, shutdown)
+            found[name] = run_stage(as_begun(folder, config) if there else config, listener, again, shutdown)
         write_atomic(root / REPORT, report(found))
     return found
 
