@@ -171,7 +171,11 @@ def test_the_command_line(stage, tmp_path, monkeypatch):
     tiny_model().save_pretrained("tiny")
     TOKENIZER.save_pretrained("tiny")
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[stage]), encoding="utf-8")
-    tree: dict[str, Any] = {"data": {"train": "rows.jsonl"}, "evaluation": {"data": "rows.jsonl", "rows": 8}}
+    tree: dict[str, Any] = {
+        "stage": stage,
+        "data": {"train": "rows.jsonl"},
+        "evaluation": {"data": "rows.jsonl", "rows": 8},
+    }
     for key, value in (SETTINGS | OWN[stage]).items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {}).update({name: value}) if name else tree.update({section: value})
@@ -179,7 +183,9 @@ def test_the_command_line(stage, tmp_path, monkeypatch):
     command = stage.replace("_", "-")
     done = CliRunner().invoke(app, [command, "stage.yaml", "--dry-run"])
     assert done.exit_code == 0 and f"stage: {stage}" in done.stdout, done.output
+    assert CliRunner().invoke(app, ["doctor", "stage.yaml"]).stdout == done.stdout
     assert not RunFolder(tmp_path / "runs/stage").config.exists()
+    assert "is the recipe of a stage" in CliRunner().invoke(app, ["train", "stage.yaml"]).output
     done = CliRunner().invoke(app, [command, "stage.yaml", "training.steps=2"])
     assert done.exit_code == 0 and "all steps are done" in done.output, done.output
     done = CliRunner().invoke(app, [command, "--resume", "runs/stage", "training.steps=3"])

@@ -10,6 +10,7 @@ import typer
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Overrides, complete_recipe
 from dapo.commands.shared.output import status_line
+from dapo.commands.stage import show_plan
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def doctor(
 ) -> None:
     """Check RECIPE and all that it names: data, model, tokenizer, reward, memory, disk. Starts and writes nothing.
 
-    Each line is pass, warn, fail or skip (what could not be checked), with what to do. Nothing is downloaded.
+    Each line is pass, warn, fail or skip (what could not be checked), with what to do. Nothing is downloaded. Of the
+    recipe of a stage: what its --dry-run shows.
 
     Exit code 0 without a failure, 2 if recipe or data have one, 1 if only model, reward or machine do.
     """
@@ -48,7 +50,12 @@ def doctor(
         from dapo.checks.checklist import examine
         from dapo.checks.context import as_json as told
         from dapo.checks.context import exit_code, not_checked, summary
+        from dapo.config.plan import existing_recipe
+        from dapo.config.stages import load_stage, stage_named
 
+        if stage := stage_named(existing_recipe(recipe)):
+            show_plan(load_stage(stage, recipe, overrides or ()))
+            return
         console = Terminal()
         table = console.is_terminal and not as_json
         findings: list[Finding] = []

@@ -26,7 +26,7 @@ def load_phases(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Path
     """The folder of a method, and its phases by name, in their order.
 
     The recipe has ``phases``, a mapping from names to recipes with ``stage``: one of the stages, or ``dapo``. Text that
-    is ``$NAME`` there stands for the model that the phase of this name, an earlier one, leaves.
+    is ``$NAME`` there, such as a path, stands for the model that the phase of this name, an earlier one, leaves.
     Raises ConfigError: with what is wrong in any of them."""
     path = existing_recipe(recipe)
     tree, _ = read_recipe(path, overrides)
@@ -56,6 +56,8 @@ def _filled(value: Any, models: Mapping[str, str], where: str) -> Any:
     if isinstance(value, list):
         return [_filled(one, models, where) for one in value]
     if not isinstance(value, str) or not value.startswith("$"):
+        return value
+    if value[1:] not in models and not where.endswith(".path"):  # such as the places of a reward's request
         return value
     if value[1:] not in models:
         known = ", ".join(f"${name}" for name in models) or "none, as this is the first phase"
