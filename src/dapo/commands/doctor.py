@@ -10,7 +10,7 @@ import typer
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Overrides, complete_recipe
 from dapo.commands.shared.output import status_line
-from dapo.commands.stage import show_plan
+from dapo.commands.stage import show_plan_of
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -29,13 +29,12 @@ def doctor(
         typer.Option(
             min=0,
             metavar="N",
-            help="Sample and score whole groups for N prompts: will dynamic sampling find enough mixed ones?",
+            help="Sample and score whole groups for N prompts: does dynamic sampling find mixed ones?",
         ),
     ] = 0,
     as_json: AsJson = False,
     quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", help="Print what warns, fails or was not checked only."),
+        bool, typer.Option("--quiet", "-q", help="Print what warns, fails or was not checked only.")
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -50,11 +49,8 @@ def doctor(
         from dapo.checks.checklist import examine
         from dapo.checks.context import as_json as told
         from dapo.checks.context import exit_code, not_checked, summary
-        from dapo.config.plan import existing_recipe
-        from dapo.config.stages import load_stage, stage_named
 
-        if stage := stage_named(existing_recipe(recipe)):
-            show_plan(load_stage(stage, recipe, overrides or ()))
+        if show_plan_of(recipe, overrides or ()):
             return
         console = Terminal()
         table = console.is_terminal and not as_json

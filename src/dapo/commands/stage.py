@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -119,6 +119,17 @@ def _next(config: Any, model: str) -> str:
         return f"train on from here: dapo train RECIPE model.path={model}"
     section = f"kind: model, path: {model}, template: {config.reward_model.template}"
     return f"train a policy by it: dapo train RECIPE 'reward={{{section}, max_length: {config.data.max_length}}}'"
+
+
+def show_plan_of(recipe: str | Path, overrides: Sequence[str]) -> bool:
+    """:func:`show_plan`, if it is the recipe of a stage. Whether it is one."""
+    from dapo.config.plan import existing_recipe
+    from dapo.config.stages import load_stage, stage_named
+
+    stage = stage_named(existing_recipe(recipe))
+    if stage is not None:
+        show_plan(load_stage(stage, recipe, overrides))
+    return stage is not None
 
 
 def show_plan(config: StageConfig) -> None:
