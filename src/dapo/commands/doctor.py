@@ -26,11 +26,7 @@ def doctor(
     overrides: Overrides = None,
     probe: Annotated[
         int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Sample and score whole groups for N prompts: does dynamic sampling find mixed ones?",
-        ),
+        typer.Option(min=0, metavar="N", help="Sample and score whole groups for N prompts: are enough of them mixed?"),
     ] = 0,
     as_json: AsJson = False,
     quiet: Annotated[
