@@ -49,3 +49,13 @@ def test_a_metric_of_the_users_that_is_called_best_decides_while_it_is_there() -
 def test_without_an_improvement_asked_for_the_same_again_is_none() -> None:
     best = EarlyStopping(EvaluationConfig())
     assert best.observe(0, {"eval/accuracy": 0.0}) and not best.observe(1, {"eval/accuracy": 0.0})
+
+
+def test_of_a_stage_the_lowest_loss_is_the_best() -> None:
+    best = EarlyStopping(EvaluationConfig(patience=1))
+    assert [best.observe(step, {"eval/loss": loss, "eval/rows": 4.0}) for step, loss in enumerate((2.0, 1.5, 1.6))] == [
+        True,
+        True,
+        False,
+    ]
+    assert (best.step, best.value) == (1, 1.5) and "eval/loss has not fallen" in best.reason()

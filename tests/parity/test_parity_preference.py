@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
 from trl import DPOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 
 from dapo.algorithm.preference import PairObjective, ScoreObjective
 from dapo.data.examples import Example
-from dapo.stages.batches import ranked_inputs, rankings
+from dapo.stages.batches import demonstrations, ranked_inputs, rankings
+from dapo.stages.sft import cross_entropy, inputs_of
 
 CPU = torch.device("cpu")
 PAIRS, BETA = 6, 0.3
@@ -135,3 +137,29 @@ def test_reward_models(margin: float, centring: float | None, seed: int) -> None
 
     objective = ScoreObjective(centring or 0.0)
     _same(lambda s: objective(s, torch.zeros_like(s), inputs)[0], theirs, seed, [1] * 2 * PAIRS)
+
+
+def test_demonstrations() -> None:
+    """TRL's SFTTrainer leaves the loss to Transformers: the mean over all response tokens of the batch, padded."""
+    rng = np.random.default_rng(0)
+    examples = [Example((1, 2), (tuple(rng.integers(0, 9, n).tolist()),)) for n in (1, 5, 8)]
+    batch, width, vocabulary = demonstrations(examples), 10, 9
+    labels = torch.full((3, width), -100)
+    for row, one in zip(labels, examples, strict=True):
+        row[2 : one.longest] = torch.tensor(one.responses[0])
+    numbers = torch.from_numpy(rng.normal(0, 2, (3, width, vocabulary)).astype(np.float32))
+
+    def ours(logits: torch.Tensor) -> torch.Tensor:
+        rows = [logits[k, 1 : one.longest - 1] for k, one in enumerate(examples)]  # what predicts each response token
+        logprobs = torch.cat(rows).log_softmax(-1)
+        targets = torch.tensor([token for one in examples for token in one.responses[0]])
+        return cross_entropy(logprobs.gather(1, targets[:, None])[:, 0], logprobs, inputs_of(batch, CPU))[0]
+
+    found = []
+    for loss_of in (ours, lambda logits: ForCausalLMLoss(logits, labels, vocabulary)):
+        logits = numbers.clone().requires_grad_()
+        loss = loss_of(logits)
+        loss.backward()
+        found.append((loss.item(), logits.grad))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=0)

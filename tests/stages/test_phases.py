@@ -104,6 +104,12 @@ def test_what_is_wrong_is_said_before_anything_runs(here, change, message):
         load_phases("method.yaml", [change])
 
 
+def test_what_begins_with_a_dollar_elsewhere_stays(here):
+    reward = {"kind": "http", "url": "http://127.0.0.1:9/score", "request": {"items": ["$item"]}}
+    _, found = load_phases("method.yaml", [f"phases.rl.reward={json.dumps(reward)}"])
+    assert found["rl"].reward.request == {"items": ["$item"]}
+
+
 @pytest.mark.parametrize(("name", "stage"), [("sft", "sft"), ("dpo", "dpo"), ("reward-model", "reward_model")])
 def test_the_recipes_to_begin_with_can_be_read(name, stage):
     folder = Path(__file__).parents[2] / "recipes/method"

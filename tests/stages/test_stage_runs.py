@@ -115,11 +115,14 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(whole, tmp_path):
 def test_what_would_make_it_another_run_is_refused(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole["dpo"][1], folder)
-    assert resume_stage("dpo", folder, ["training.steps=9"]).training.steps == 9
+    begun = RunFolder(folder)
+    assert as_begun(begun, stage_config("dpo", folder, {"training.steps": 9})).training.steps == 9
     with pytest.raises(ConfigError, match=r"dpo\.beta: was 0\.1, is now 0\.2"):
-        resume_stage("dpo", folder, ["dpo.beta=0.2"])
+        as_begun(begun, stage_config("dpo", folder, {"dpo.beta": 0.2}))
     with pytest.raises(ConfigError, match=r"stage: is dpo, and this is sft; what would work: dapo dpo"):
-        resume_stage("sft", folder)
+        as_begun(begun, stage_config("sft", folder))
+    with pytest.raises(ConfigError, match=r"was begun in Python.*dapo\.dpo\("):
+        resume_stage("dpo", folder)
     with pytest.raises(UserError, match=r"data\.train"):
         run("dpo", folder, {"training.steps": 9}, resume=True, rows=ROWS["dpo"][:-1])
 
@@ -168,7 +171,11 @@ def test_the_command_line(stage, tmp_path, monkeypatch):
     tiny_model().save_pretrained("tiny")
     TOKENIZER.save_pretrained("tiny")
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[stage]), encoding="utf-8")
-    tree: dict[str, Any] = {"data": {"train": "rows.jsonl"}, "evaluation": {"data": "rows.jsonl", "rows": 8}}
+    tree: dict[str, Any] = {
+        "stage": stage,
+        "data": {"train": "rows.jsonl"},
+        "evaluation": {"data": "rows.jsonl", "rows": 8},
+    }
     for key, value in (SETTINGS | OWN[stage]).items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {}).update({name: value}) if name else tree.update({section: value})
@@ -176,7 +183,9 @@ def test_the_command_line(stage, tmp_path, monkeypatch):
     command = stage.replace("_", "-")
     done = CliRunner().invoke(app, [command, "stage.yaml", "--dry-run"])
     assert done.exit_code == 0 and f"stage: {stage}" in done.stdout, done.output
+    assert CliRunner().invoke(app, ["doctor", "stage.yaml"]).stdout == done.stdout
     assert not RunFolder(tmp_path / "runs/stage").config.exists()
+    assert "is the recipe of a stage" in CliRunner().invoke(app, ["train", "stage.yaml"]).output
     done = CliRunner().invoke(app, [command, "stage.yaml", "training.steps=2"])
     assert done.exit_code == 0 and "all steps are done" in done.output, done.output
     done = CliRunner().invoke(app, [command, "--resume", "runs/stage", "training.steps=3"])

@@ -10,7 +10,8 @@ from dapo.config import nested
 from dapo.config.stages import StageConfig, build_stage
 from dapo.data.rows import PythonRows
 from dapo.observe.run_folder import RunFolder
-from dapo.stages.run import Given, run_stage
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.stages.run import run_stage
 from run_cases import TOKENIZER, Recorder, tiny_model
 
 SUMS = [(a, b) for a in range(6) for b in range(6)]
@@ -59,6 +60,7 @@ def run(
     """Run a stage with the settings above and ``changes`` (dotted keys); returns the summary."""
     rows = rows or ROWS[stage]
     table, heldout = PythonRows(rows, "rows"), PythonRows(rows[:10], "heldout")
-    given = Given(model or tiny_model(), tokenizer, table, heldout)
+    folders = RunFolder(folder) if resume else None
+    given = RunOverrides(model or tiny_model(), tokenizer, table, heldout, resume=folders)
     config = stage_config(stage, folder, changes)
-    return run_stage(config, listener or Recorder(), given, RunFolder(folder) if resume else None)
+    return run_stage(config, listener or Recorder(), given)

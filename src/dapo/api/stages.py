@@ -59,7 +59,8 @@ def stage(
 
     Raises UserError: a setting, a row or the model is wrong; the message says which and what would work.
     """
-    from dapo.stages.run import Given, as_begun, run_stage
+    from dapo.orchestrator.inputs import RunOverrides
+    from dapo.stages.run import as_begun, run_stage
 
     tree = dict(flat(settings or {}))
     by_name = isinstance(model, str | Path)
@@ -80,6 +81,7 @@ def stage(
         config = build_stage(kind, nested(tree))
         folder = RunFolder(Path(resume)) if resume is not None else None
         config = as_begun(folder, config) if folder is not None else config
-        summary = run_stage(config, listener, Given(None if by_name else model, tokenizer, given, held), folder)
+        inputs = RunOverrides(None if by_name else model, tokenizer, given, held, resume=folder)
+        summary = run_stage(config, listener, inputs)
         listener.finished(summary)
         return result_of(summary)

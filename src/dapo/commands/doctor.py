@@ -10,6 +10,7 @@ import typer
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Overrides, complete_recipe
 from dapo.commands.shared.output import status_line
+from dapo.commands.stage import show_plan_of
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -25,22 +26,18 @@ def doctor(
     overrides: Overrides = None,
     probe: Annotated[
         int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Sample and score whole groups for N prompts: will dynamic sampling find enough mixed ones?",
-        ),
+        typer.Option(min=0, metavar="N", help="Sample and score whole groups for N prompts: are enough of them mixed?"),
     ] = 0,
     as_json: AsJson = False,
     quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", help="Print what warns, fails or was not checked only."),
+        bool, typer.Option("--quiet", "-q", help="Print what warns, fails or was not checked only.")
     ] = False,
     debug: Debug = False,
 ) -> None:
     """Check RECIPE and all that it names: data, model, tokenizer, reward, memory, disk. Starts and writes nothing.
 
-    Each line is pass, warn, fail or skip (what could not be checked), with what to do. Nothing is downloaded.
+    Each line is pass, warn, fail or skip (what could not be checked), with what to do. Nothing is downloaded. Of the
+    recipe of a stage: what its --dry-run shows.
 
     Exit code 0 without a failure, 2 if recipe or data have one, 1 if only model, reward or machine do.
     """
@@ -49,6 +46,8 @@ def doctor(
         from dapo.checks.context import as_json as told
         from dapo.checks.context import exit_code, not_checked, summary
 
+        if show_plan_of(recipe, overrides or ()):
+            return
         console = Terminal()
         table = console.is_terminal and not as_json
         findings: list[Finding] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -68,7 +68,8 @@ def phases(
         from dapo.stages.phases import REPORT, load_phases, run_phases
 
         root, found = load_phases(recipe, overrides or ())
-        with closing(make_listener(quiet)) as listener, stopped_by_signals(120.0) as shutdown:
+        again = f"dapo phases {recipe} --resume"
+        with closing(make_listener(quiet)) as listener, stopped_by_signals(again=again) as shutdown:
             run_phases(root, found, listener, resume, shutdown)
         _say(f"what each phase changed: {root / REPORT}", quiet)
 
@@ -92,20 +93,22 @@ def _stage(
         config = resume_stage(stage, resume, changes)
     else:
         config = load_stage(stage, recipe or "", changes)
-    require_files(cast("Config", config), existing_recipe(recipe) if recipe else None)
     if dry_run:
-        _dry_run(config)
+        show_plan(config)
         return
+    require_files(cast("Config", config), existing_recipe(recipe) if recipe else None)
     with closing(make_listener(quiet)) as listener:
-        with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
+        again = f"dapo {stage.replace('_', '-')} --resume {{run}}"
+        with stopped_by_signals(config.run.stop_within_s, resume, again) as shutdown:
             listener.phase("loading")
+            from dapo.orchestrator.inputs import RunOverrides
             from dapo.stages.run import run_curve, run_stage
 
-            folder = RunFolder(resume) if resume else None
+            inputs = RunOverrides(resume=RunFolder(resume) if resume else None)
             if curve:
                 summary = run_curve(config, curve, listener, shutdown)
             else:
-                summary = run_stage(config, listener, None, folder, shutdown)
+                summary = run_stage(config, listener, inputs, shutdown)
         listener.finished(summary)
     _say(_next(config, f"{summary['run_dir']}/model-after"), quiet)
 
@@ -118,12 +121,27 @@ def _next(config: Any, model: str) -> str:
     return f"train a policy by it: dapo train RECIPE 'reward={{{section}, max_length: {config.data.max_length}}}'"
 
 
-def _dry_run(config: StageConfig) -> None:
+def show_plan_of(recipe: str | Path, overrides: Sequence[str]) -> bool:
+    """:func:`show_plan`, if it is the recipe of a stage. Whether it is one."""
+    from dapo.config.plan import existing_recipe
+    from dapo.config.stages import load_stage, stage_named
+
+    stage = stage_named(existing_recipe(recipe))
+    if stage is not None:
+        show_plan(load_stage(stage, recipe, overrides))
+    return stage is not None
+
+
+def show_plan(config: StageConfig) -> None:
+    """The recipe with what follows, once rows, tokenizer and template have been tried. Raises UserError: one is bad."""
+    from dapo.config.plan import require_files
     from dapo.observe.progress import PlainListener
     from dapo.observe.run_folder import config_yaml
-    from dapo.stages.run import Given, StageRun
+    from dapo.orchestrator.inputs import RunOverrides
+    from dapo.stages.run import StageRun
 
-    run = StageRun(config, PlainListener(Terminal(stderr=True)), Given(), None)
+    require_files(cast("Config", config))
+    run = StageRun(config, PlainListener(Terminal(stderr=True)), RunOverrides())
     print(config_yaml(run.config), end="")
     print(f"# rows: {run.source.rows:,}, held out: {len(run.heldout):,}; updates: {run.config.training.steps:,}")
 

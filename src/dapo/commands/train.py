@@ -108,11 +108,13 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
 
 
 @contextmanager
-def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -> Iterator[Shutdown]:
+def stopped_by_signals(
+    within_s: float = math.inf, resume: Path | None = None, again: str = "dapo train --resume {run}"
+) -> Iterator[Shutdown]:
     """The signals to stop end the run that is inside of the block, within a bounded time, with its exit code.
 
     ``within_s``: seconds from the signal to the end, until the run that begins says how many it has. ``resume``: the
-    run that goes on, if it is none that begins."""
+    run that goes on, if it is none that begins. ``again``: the command that goes on."""
     from dapo.util.shutdown import Shutdown, Stopped
 
     with Shutdown(within_s, lambda error: exit_code(error) if isinstance(error, UserError) else 70) as shutdown:
@@ -123,7 +125,7 @@ def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -
             if shutdown.signal is None:
                 raise
             code = shutdown.exit_code
-            can = f"to go on: dapo train --resume {shutdown.run}" if shutdown.run else "before the run had begun"
+            can = f"to go on: {again.format(run=shutdown.run)}" if shutdown.run else "before the run had begun"
             complain(f"stopped by {shutdown.signal.name}, {can} (exit code {code})")
             raise typer.Exit(code) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +11,8 @@ from dapo.config import EvaluationConfig
 from dapo.util.terminal import counted
 
 _OWN = "eval/metric/best"
+_LOSS = "eval/loss"
+"""Of a stage: the lower the better."""
 
 
 @dataclass(slots=True)
@@ -32,12 +35,12 @@ class EarlyStopping:
             self.forget()
         self.observed = step
         self.metric = self.metric or next(
-            m for m in (_OWN, "eval/accuracy", "eval/reward", "eval/loss", "eval/rows") if m in metrics
+            m for m in (_OWN, "eval/accuracy", "eval/reward", _LOSS, "eval/rows") if m in metrics
         )
         value = metrics.get(self.metric)
-        if value is not None and self.metric == "eval/loss":  # the lower the better
-            value = -value
-        if value is not None and value > self.value + (self.config.min_improvement if self.step >= 0 else 0):
+        gain = 0.0 if value is None else self.value - value if self.metric == _LOSS else value - self.value
+        first = self.step < 0 and value is not None and math.isfinite(value)
+        if value is not None and (first or gain > self.config.min_improvement):
             self.value, self.step, self.evaluations_since = float(value), step, 0
             return True
         self.evaluations_since += 1
@@ -51,7 +54,7 @@ class EarlyStopping:
     def reason(self) -> str:
         least = f"evaluation.min_improvement={self.config.min_improvement:g}"
         return (
-            f"converged: {self.metric} has not risen by more than {least} in "
+            f"converged: {self.metric} has not {'fallen' if self.metric == _LOSS else 'risen'} by more than {least} in "
             f"{counted(self.evaluations_since, 'evaluation')} (evaluation.patience); the best was {self.value:.4g} "
             f"after step {self.step}"
         )

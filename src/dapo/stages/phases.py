@@ -26,7 +26,7 @@ def load_phases(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Path
     """The folder of a method, and its phases by name, in their order.
 
     The recipe has ``phases``, a mapping from names to recipes with ``stage``: one of the stages, or ``dapo``. Text that
-    is ``$NAME`` there stands for the model that the phase of this name, an earlier one, leaves.
+    is ``$NAME`` there, such as a path, stands for the model that the phase of this name, an earlier one, leaves.
     Raises ConfigError: with what is wrong in any of them."""
     path = existing_recipe(recipe)
     tree, _ = read_recipe(path, overrides)
@@ -57,6 +57,8 @@ def _filled(value: Any, models: Mapping[str, str], where: str) -> Any:
         return [_filled(one, models, where) for one in value]
     if not isinstance(value, str) or not value.startswith("$"):
         return value
+    if value[1:] not in models and not where.endswith(".path"):  # such as the places of a reward's request
+        return value
     if value[1:] not in models:
         known = ", ".join(f"${name}" for name in models) or "none, as this is the first phase"
         raise ConfigError(f"{where}: {value} names no earlier phase; there are: {known}")
@@ -84,11 +86,11 @@ def run_phases(
             found[name] = view.summary
             continue
         listener.phase(f"phase {name}")
-        again = folder if there else None
+        again = RunOverrides(resume=folder if there else None)
         if isinstance(config, Config):
-            found[name] = run_experiment(config, listener, RunOverrides(resume=again), shutdown)
+            found[name] = run_experiment(config, listener, again, shutdown)
         else:
-            found[name] = run_stage(as_begun(again, config) if again else config, listener, None, again, shutdown)
+            found[name] = run_stage(as_begun(folder, config) if there else config, listener, again, shutdown)
         write_atomic(root / REPORT, report(found))
     return found
 

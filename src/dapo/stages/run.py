@@ -12,7 +12,6 @@ import contextlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from dapo.config.secrets import redact
 from dapo.config.stages import StageConfig, build_stage, load_stage
 from dapo.data.examples import Example, open_examples, read_examples
 from dapo.data.parts import open_table
-from dapo.data.rows import Table
 from dapo.errors import ConfigError, UserError, shortened
 from dapo.evaluation.early_stopping import EarlyStopping
 from dapo.model.export import export_dtype
@@ -42,8 +40,10 @@ from dapo.observe.trackers import check_trackers, make_trackers
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.checkpointer import Checkpointer, Stateful
 from dapo.orchestrator.evaluator import when
+from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_to_end
 from dapo.orchestrator.model_writer import ModelWriter
+from dapo.orchestrator.resume import require_nothing_in_memory
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.step_metrics import step_seconds
 from dapo.orchestrator.step_state import StepState
@@ -64,30 +64,13 @@ MAY_CHANGE = ("training.steps", "training.minutes", "evaluation.", "run.", "runt
 """Keys that a stage may go on with other values of."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """What was passed from Python in place of names in the recipe."""
-
-    model: Any = None
-    tokenizer: Any = None
-    rows: Table | None = None
-    heldout: Table | None = None
-
-    @property
-    def in_memory(self) -> list[str]:
-        return [name for name, value in vars(self).items() if value is not None]
-
-
 def run_stage(
-    config: StageConfig,
-    listener: Listener,
-    given: Given | None = None,
-    resume: RunFolder | None = None,
-    shutdown: Shutdown | None = None,
+    config: StageConfig, listener: Listener, inputs: RunOverrides | None = None, shutdown: Shutdown | None = None
 ) -> dict[str, Any]:
-    """Train as ``config`` says and return the summary, which is also written to the run folder.
+    """Train as ``config`` says and return the summary, which is also written to the run folder. Of ``inputs`` model,
+    tokenizer, rows, heldout, trackers and resume are used.
     Errors as of :func:`dapo.orchestrator.launch.run_experiment`."""
-    return run_to_end(StageRun(config, listener, given or Given(), resume), shutdown)
+    return run_to_end(StageRun(config, listener, inputs or RunOverrides()), shutdown)
 
 
 def run_curve(config: StageConfig, times: int, listener: Listener, shutdown: Shutdown | None = None) -> dict[str, Any]:
@@ -98,7 +81,7 @@ def run_curve(config: StageConfig, times: int, listener: Listener, shutdown: Shu
     for k in reversed(range(times)):
         part = max(2, rows >> k)
         values = {"data.rows": part, "run.dir": str(root / f"rows-{part}")}
-        summary = run_stage(with_values(config, values), listener, shutdown=shutdown)
+        summary = run_stage(with_values(config, values), listener, None, shutdown)
         found.append({"rows": part, **{n: v for n, v in summary.items() if n.endswith("_after")}})
         listener.phase(f"{part:,} rows: {', '.join(f'{n} {v:.4g}' for n, v in found[-1].items() if n != 'rows')}")
     write_json(root / "curve.json", found)
@@ -108,7 +91,7 @@ def run_curve(config: StageConfig, times: int, listener: Listener, shutdown: Shu
 class StageRun:
     """One stage. To be called in this order: :meth:`check`, :meth:`load`, :meth:`run`, :meth:`close`."""
 
-    def __init__(self, config: StageConfig, listener: Listener, given: Given, resume: RunFolder | None) -> None:
+    def __init__(self, config: StageConfig, listener: Listener, given: RunOverrides) -> None:
         """Look at everything that is named but the weights. Nothing is written yet.
         Raises UserError: what is wrong, where, and what would work."""
         model, data = config.model, config.data
@@ -133,14 +116,14 @@ class StageRun:
             config = with_values(config, {"data.today": today})
         self.config = cast("Any", config)  # the sections that it shares with a run are read as those of a run
         check_trackers(self.config)
-        self._given, self._resume, self._listener, self._tokenizer = given, resume, listener, tokenizer
+        self._given, self._listener, self._tokenizer = given, listener, tokenizer
         self.state = RunState(Budget(self.config.training), tell=lambda role, what, done, total: None)
         self.shutdown = Shutdown()  # nobody has told it to
         self._closing = contextlib.AsyncExitStack()
         self._closing.enter_context(self.state.seconds.counting())
         self._closing.enter_context(determinism(self.config, device_of(self.config)))
         self._best = EarlyStopping(self.config.evaluation)
-        if resume is None:
+        if given.resume is None:
             RunFolder.require_free(self.config)
 
     async def check(self) -> None:
@@ -190,7 +173,7 @@ class StageRun:
     async def _open(self) -> None:
         """A new run folder, or one that goes on from its latest checkpoint.
         Raises UserError: the folder cannot be used, or the run started from something else."""
-        config, tell, resume = self.config, self._listener.warning, self._resume
+        config, tell, resume = self.config, self._listener.warning, self._given.resume
         folder = self._folder = resume or RunFolder.create(config, tell=tell)
         self.shutdown.run = folder.root
         self._alarms = Alarms(config)
@@ -221,7 +204,7 @@ class StageRun:
         if self._resources is not None:
             self._closing.callback(self._resources.close)
         looks = self._resources.latest if self._resources else list
-        trackers = make_trackers(config, folder, kept, tell, looks)
+        trackers = make_trackers(config, folder, kept, tell, looks, self._given.trackers)
         self._metrics = self._closing.enter_context(MetricsLog(folder.metrics, kept, trackers))
         if latest is None:
             await models.write_before()
@@ -330,8 +313,10 @@ class StageRun:
             self._summarise("interrupted" if stopped else f"{type(error).__name__}: {error}")
         except Exception as fault:
             return f"{done}; the state could not be saved: {fault}; the last checkpoint is {self.shutdown.saved}"
-        command = f"dapo {self.config.stage.replace('_', '-')} --resume {self._folder.root}"
-        return f"{done}; the state is in {self.shutdown.saved}; to go on: {command}"
+        how = f"dapo {self.config.stage.replace('_', '-')} --resume {self._folder.root}"
+        if self._given.in_memory:
+            how = f'dapo.{self.config.stage}(...) with the same arguments and resume="{self._folder.root}"'
+        return f"{done}; the state is in {self.shutdown.saved}; to go on: {how}"
 
     def _summarise(self, stopped: str) -> dict[str, Any]:
         scores = self.state.scores
@@ -358,6 +343,10 @@ class StageRun:
 def resume_stage(stage: str, run: Path, overrides: Sequence[str] = ()) -> StageConfig:
     """The recipe of a stage that goes on. Raises ConfigError: ``run`` is none, or a key differs that may not."""
     folder = RunFolder(run)
+    try:
+        require_nothing_in_memory(run)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("dapo.train", f"dapo.{stage}")) from None
     if not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder: it holds no config.yaml")
     config = load_stage(stage, folder.config, [*overrides, f"run.dir={run}"])
