@@ -34,6 +34,10 @@ class StarvedError(UserError):
         self.rollout_batch = rollout_batch
 
 
+class LostError(UserError):
+    """What the run needs is gone for good: to try again is of no use."""
+
+
 class NumericalError(UserError):
     """Loss or gradient were not finite several times in a row."""
 

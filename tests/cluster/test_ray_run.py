@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,17 @@ pytestmark = pytest.mark.usefixtures("ray_here")
 
 
 def train(
-    folder: Path, tiny: Path, changes: dict[str, Any], kill: tuple[str, ...] = (), **given: Any
+    folder: Path,
+    tiny: Path,
+    changes: dict[str, Any],
+    kill: tuple[str, ...] = (),
+    then: Callable[[int], object] = id,
+    **given: Any,
 ) -> cases.Recorder:
-    """Steps; after the second one the workers ``kill`` are killed."""
+    """Steps; after each ``then`` is called, and after the second one the workers ``kill`` are killed."""
 
     def on_step(step: int) -> None:
+        then(step)
         if step == 2:
             for name in kill:
                 ray_cases.kill(name)
@@ -47,7 +56,20 @@ def assert_same(steps: list[dict[str, Any]], others: list[dict[str, Any]]) -> No
 def test_a_run_is_that_of_one_process_though_engines_and_rewards_die(tiny: Path, tmp_path: Path) -> None:
     folder, alone = tmp_path / "run", tmp_path / "alone"
     train(alone, tiny, {})
-    heard = train(folder, tiny, APART, ("engine 1", "reward 0"))
+    looked_at: list[dict[str, Any]] = []
+
+    def look(step: int) -> None:
+        """Until the process that looks at this node is there."""
+        deadline = time.monotonic() + 60
+        while step == 1 and "engine" not in {line["role"] for line in looked_at} and time.monotonic() < deadline:
+            time.sleep(0.1)
+            file = RunFolder(folder).resources
+            looked_at[:] = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+
+    heard = train(folder, tiny, APART | {"run.resources_every_s": 0.2}, ("engine 1", "reward 0"), then=look)
+    latest = {line["role"]: line for line in looked_at}
+    assert {"node", "driver", "learner", "engine", "reward"} == set(latest)
+    assert latest["engine"]["rss"] > 0 and {"version", "in_flight", "idle"} <= set(latest["engine"])
     told = "\n".join(heard.warnings)
     assert re.search(r"engine 1 \(process \d+ on .*\) ended: .*and it is replaced", told)
     assert re.search(r"reward 0 \(process \d+ on .*\) ended: .*and it is replaced", told)

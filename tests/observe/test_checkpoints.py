@@ -26,7 +26,7 @@ from dapo.algorithm.kl import AdaptiveKL
 from dapo.commands.inspect.run_report import facts
 from dapo.commands.train import _where_it_goes_on
 from dapo.config import EvaluationConfig
-from dapo.errors import UserError
+from dapo.errors import LostError, UserError
 from dapo.evaluation.early_stopping import EarlyStopping
 from dapo.observe import checkpoints as module
 from dapo.observe.checkpoints import MANIFEST, CheckpointId, Checkpoints, CheckpointWriter, Snapshot, damages
@@ -289,6 +289,22 @@ def test_one_that_fails_once_is_told_of_and_written(tmp_path: Path) -> None:
 
     assert asyncio.run(main()) == tmp_path / "step-00001"
     assert len(said) == 1 and "Input/output error" in said[0] and "trying again" in said[0]
+
+
+def test_one_of_a_learner_that_is_gone_is_not_tried_again(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def write(folder: Path) -> None:
+        raise LostError("rank 1 of 2 failed")
+
+    async def main() -> None:
+        writer = CheckpointWriter(Checkpoints(tmp_path), said.append)
+        writer.begin(a_snapshot(1, write=write))
+        await writer.settle()
+
+    with pytest.raises(LostError, match="rank 1"):
+        asyncio.run(main())
+    assert said == []
 
 
 def test_one_that_fails_twice_ends_the_run_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def test_processes_of_a_node_count_once_each_by_role() -> None:
         lines = {line["role"]: line for line in looker.look_at(roles, "10.0.0.1")}
         os.killpg(engine.pid, 9)
     assert set(lines) == {"node", "driver", "engine"} and {line["host"] for line in lines.values()} == {"10.0.0.1"}
-    assert lines["engine"]["cpu"] > 0.05 > lines["driver"]["cpu"], "what the child uses is its engine's alone"
+    assert lines["engine"]["cpu"] > 2 * lines["driver"]["cpu"], "what the child uses is its engine's alone"
     assert 0 < lines["node"]["memory_used"] < 1 and lines["node"]["rss"] is None and lines["node"]["net_sent"] >= 0
     found = means([[*lines.values()]])
     assert found["resources/memory"] == lines["driver"]["rss"] + lines["engine"]["rss"]

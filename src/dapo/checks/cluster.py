@@ -12,6 +12,7 @@ from dapo.config.placement import Bundle, bundles, shortages, told_of
 from dapo.errors import extra, first_line
 
 CONNECT_SECONDS = 10.0
+IF_NO_ANSWER = "ray start --head; if it is there, it may ask for a token: RAY_AUTH_MODE=token (docs/operations.md)"
 
 
 def check_cluster(context: CheckContext) -> Iterator[Finding]:
@@ -30,9 +31,7 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         except Exception as error:
-            yield Finding(
-                "machine", "cluster", "fail", f"{here} does not answer: {first_line(error)}", "ray start --head"
-            )
+            yield Finding("machine", "cluster", "fail", f"{here} does not answer: {first_line(error)}", IF_NO_ANSWER)
             return
         finally:
             ray.shutdown()

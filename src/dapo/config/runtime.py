@@ -22,7 +22,8 @@ class RoleConfig(Section):
 
 class LearnerRole(RoleConfig):
     sharded: bool | None = None
-    """Each worker holds its part of the model (FSDP2), or all of it. null: sharded, but for one worker and for LoRA."""
+    """Each worker holds its part of the model (FSDP2), or all of it (`false`), which may be faster for small models.
+    null: sharded, but for one worker and for LoRA."""
     cpu_offload: bool = False
     """Keep parameters, gradients and moments of a sharded model in main memory."""
 

@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dapo.errors import UserError
+from dapo.errors import LostError, UserError
 from dapo.util.files import file_hash, new_folder, read_json, size_text, write_json, writing
 
 MANIFEST = "manifest.json"
@@ -256,7 +256,8 @@ def _describe(folder: Path) -> dict[str, dict[str, Any]]:
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own, one at a time, while the run goes on.
 
-    A write that fails is reported and tried once more; if that fails too, :meth:`check` and :meth:`settle` raise it.
+    A write that fails is reported and tried once more, unless what it needs is lost. :meth:`check` and :meth:`settle`
+    raise the last error.
     """
 
     def __init__(self, checkpoints: Checkpoints, tell: Callable[[str], object]) -> None:
@@ -296,6 +297,8 @@ class CheckpointWriter:
     def _save(self, snapshot: Snapshot, loop: asyncio.AbstractEventLoop) -> Path:
         try:
             return self._checkpoints.save(snapshot)
+        except LostError:
+            raise
         except UserError as error:
             with contextlib.suppress(RuntimeError):  # the loop is gone: nobody listens
                 loop.call_soon_threadsafe(self._tell, f"{error}; trying again in {RETRY_AFTER_S:g} s")

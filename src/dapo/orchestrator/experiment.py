@@ -220,7 +220,7 @@ class Experiment:
     def _recorder(self, alarms: Alarms, index: BackgroundIndex, kept: int | None) -> Recorder:
         """``kept``: the last step whose metrics stay; None: of a new run."""
         config, folder = self.config, self.folder
-        resources = make_recorder(folder.resources, config.run.resources_every_s)
+        resources = make_recorder(folder.resources, config.run.resources_every_s, self.roles.placed.look)
         if resources is not None:
             self._closing.callback(resources.close)
         looks = resources.latest if resources else list

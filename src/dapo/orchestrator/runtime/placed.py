@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dapo.observe.resources import Look
 from dapo.orchestrator.mfu import CardLimits
 from dapo.orchestrator.protocols import Learner, WeightSync
 from dapo.rollout.engine import Engine
@@ -27,6 +28,7 @@ class Placed:
         fingerprint: of the model as it was loaded (:func:`dapo.model.fingerprint.fingerprint_model`).
         limits: what the learner's card can do, if that is known.
         counts: metrics of the placement so far.
+        look: what all its machines do (:mod:`dapo.observe.resources`); None: it is this process.
     """
 
     learner: Learner
@@ -38,3 +40,4 @@ class Placed:
     fingerprint: Mapping[str, Any]
     limits: CardLimits | None = None
     counts: Callable[[], Mapping[str, float]] = dict
+    look: Callable[[], list[Look]] | None = None

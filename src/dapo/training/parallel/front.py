@@ -19,7 +19,7 @@ import torch
 
 from dapo.algorithm.kl import AdaptiveKL
 from dapo.config import Config
-from dapo.errors import UserError
+from dapo.errors import LostError
 from dapo.records import TokenBatch
 from dapo.training.learner import Facts, UpdatesOfAStep
 from dapo.training.parallel.ranks import AGREED
@@ -37,7 +37,7 @@ class RankDied(Exception):
     """A rank's process is gone. The message says what is known of its end."""
 
 
-class RankError(UserError):
+class RankError(LostError):
     """A rank failed, so the learner is of no use any more. The run goes on from its last checkpoint."""
 
 

@@ -19,15 +19,17 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo.checks.cluster import require_answer
+from dapo.checks.cluster import IF_NO_ANSWER, require_answer
 from dapo.config import Config
 from dapo.config.placement import Bundle, bundles, shortages
-from dapo.errors import ConfigError
-from dapo.orchestrator.runtime.ray.handles import Remote
-from dapo.util.asynchronous import in_thread
+from dapo.errors import ConfigError, first_line
+from dapo.orchestrator.runtime.ray.handles import GoneError, Remote
+from dapo.util.asynchronous import closed_in_time, in_thread
 
 START_SECONDS = 120.0
 """For Ray to start, or for room on a cluster that has it but is not free."""
+ACTOR_SECONDS = 600.0
+"""For a process to be there, whose node may have been lost meanwhile."""
 CLOSE_SECONDS = 20.0
 
 
@@ -109,26 +111,33 @@ class Cluster:
                 require_answer(address)
             ray.init(address=address or "local", **options)
         except Exception as error:
-            what = f"no Ray cluster at {address}" if address else "Ray could not be started"
-            raise ConfigError(f"runtime.address: {what}: {str(error).strip().splitlines()[0]}") from None
+            what = f"the Ray cluster at {address} does not answer" if address else "Ray could not be started"
+            fix = f"; {IF_NO_ANSWER}" if address else ""
+            raise ConfigError(f"runtime.address: {what}: {first_line(error)}{fix}") from None
         self._started = True
 
     def of(self, role: str) -> list[Bundle]:
         return [bundle for bundle in self.bundles if bundle.role == role]
 
     async def actor(self, kind: type[Any], bundle: Bundle) -> Remote:
-        """A process in the room of ``bundle``. Raises GoneError: it cannot be started."""
+        """A process in the room of ``bundle``, for the one before. Raises GoneError: it cannot be started."""
         place = PlacementGroupSchedulingStrategy(self._group, self.bundles.index(bundle))
         options = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "memory": bundle.memory or None}
         made = ray.remote(kind).options(scheduling_strategy=place, max_concurrency=10_000, **options)
         remote = Remote(made.remote(str(Path.cwd()), sys.path), f"{bundle.role} {bundle.number}")
-        self.actors.append(remote)
-        await remote.locate()
+        self.actors = [other for other in self.actors if other.name != remote.name] + [remote]
+        try:
+            async with asyncio.timeout(ACTOR_SECONDS):
+                await remote.locate()
+        except TimeoutError:
+            raise GoneError(
+                f"{remote} was not there within {ACTOR_SECONDS:g} s: no room for it? (ray status)"
+            ) from None
         return remote
 
     async def close(self) -> None:
-        """End all actors, and Ray if it was started here."""
-        await asyncio.wait_for(in_thread(self._close), CLOSE_SECONDS)
+        """End all actors, and Ray if it was started here. What takes longer ends with this process."""
+        await closed_in_time(lambda: in_thread(self._close), CLOSE_SECONDS)
 
     def _close(self) -> None:
         for remote in self.actors:

@@ -31,7 +31,7 @@ REPLACE_SECONDS = 600.0
 
 @dataclass(eq=False)
 class _Ask:
-    """A request, or what is left of it, as one engine has it."""
+    """A request, or what is left of it: of the engine at ``seat``, which knows it by ``key``, or waiting for one."""
 
     request: Request
     places: tuple[int, ...]
@@ -40,21 +40,26 @@ class _Ask:
     drafts: bool
     came: set[int] = field(default_factory=set)
     cancelled: bool = False
+    seat: _Seat | None = None
+    key: int = 0
 
     @property
     def unfinished(self) -> int:
         return len(self.places) - len(self.came)
 
-    def rest(self) -> _Ask:
-        """What has not come, to be asked anew."""
+    def again(self) -> None:
+        """From now on it is what has not come, to be asked anew."""
         left = [place for place in range(len(self.places)) if place not in self.came]
         drafts = tuple(replace(d, index=left.index(d.index)) for d in self.request.drafts if d.index in left)
-        request = replace(self.request, seeds=tuple(self.request.seeds[place] for place in left), drafts=drafts)
-        return _Ask(request, tuple(self.places[place] for place in left), self.events, self.drafts)
+        seeds = tuple(self.request.seeds[place] for place in left)
+        self.request = replace(self.request, seeds=seeds, drafts=drafts)
+        self.places, self.came, self.seat = tuple(self.places[place] for place in left), set(), None
 
     def take(self, event: Any) -> None:
         if isinstance(event, Sample):
             self.came.add(event.index)
+            if self.seat is not None:
+                self.seat.load -= 1
         if isinstance(event, Sample | Draft):
             event = replace(event, index=self.places[event.index])
         self.events.put_nowait(event)
@@ -69,6 +74,8 @@ class _Seat:
     """Whether it is there, with the weights of the fleet's version."""
     gone: bool = False
     asked: dict[int, _Ask] = field(default_factory=dict)
+    load: int = 0
+    """Unfinished samples of those."""
     decode_steps: int = 0
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -78,9 +85,9 @@ class _Seat:
             async with self.order:
                 return await self.remote.call(method, *args)
 
-    @property
-    def load(self) -> int:
-        return sum(ask.unfinished for ask in self.asked.values())
+    def drop(self, ask: _Ask) -> None:
+        del self.asked[ask.key]
+        self.load -= ask.unfinished
 
 
 class Fleet:
@@ -133,6 +140,11 @@ class Fleet:
         """As metrics."""
         return {"engines/replaced": self.replaced, "engines/asked_again": self.asked_again}
 
+    def facts(self) -> dict[str, dict[str, float]]:
+        """Of each engine that samples, by its name: the version of its weights, and its unfinished samples."""
+        ready = [seat for seat in self._seats if seat.ready]
+        return {seat.remote.name: {"version": self._version, "in_flight": seat.load} for seat in ready}
+
     @property
     def about(self) -> str:
         return f"{len(self._seats)} engines: {', '.join(str(seat.remote) for seat in self._seats)}"
@@ -155,7 +167,7 @@ class Fleet:
                 if event is not None:
                     yield event
         finally:
-            self._forget(events)
+            self._forget(asks)
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
         for ask in [ask for ask in self._waiting if ask.request.id in request_ids]:
@@ -280,9 +292,10 @@ class Fleet:
         shares: dict[_Seat, list[tuple[int, Request]]] = {}
         for ask in asks:
             seat = able[next(self._turns) % len(able)] if self._in_turn else min(able, key=lambda one: one.load)
-            key = next(self._keys)
-            seat.asked[key] = ask
-            shares.setdefault(seat, []).append((key, ask.request))
+            ask.seat, ask.key = seat, next(self._keys)
+            seat.asked[ask.key] = ask
+            seat.load += ask.unfinished
+            shares.setdefault(seat, []).append((ask.key, ask.request))
         for seat, requests in shares.items():
             self._begin(seat.call("ask", requests, asks[0].drafts))
 
@@ -292,15 +305,15 @@ class Fleet:
             if asks := [ask for ask in waiting if ask.drafts is drafts]:
                 self._route(asks)
 
-    def _forget(self, events: asyncio.Queue[Any]) -> None:
+    def _forget(self, asks: Sequence[_Ask]) -> None:
         """Nobody reads these any more."""
-        self._waiting = [ask for ask in self._waiting if ask.events is not events]
-        for seat in self._seats:
-            if keys := [key for key, ask in seat.asked.items() if ask.events is events]:
-                for key in keys:
-                    del seat.asked[key]
+        gone = {*asks}
+        self._waiting = [ask for ask in self._waiting if ask not in gone]
+        for ask in asks:
+            if (seat := ask.seat) is not None and ask.key in seat.asked:
+                seat.drop(ask)
                 if not seat.gone:
-                    self._begin(seat.call("forget", keys))
+                    self._begin(seat.call("forget", [ask.key]))
 
     async def _listen(self, number: int) -> None:
         seat = self._seats[number]
@@ -310,7 +323,7 @@ class Fleet:
                 for key, event in events:
                     if ask := seat.asked.get(key):
                         if not isinstance(event, Sample | Draft):
-                            del seat.asked[key]
+                            seat.drop(ask)
                         ask.take(event)
         except GoneError as error:
             self._lost(number, error)
@@ -346,10 +359,12 @@ class Fleet:
         if self._make is None:
             self.fail(FleetError(str(error)))
             return
-        again = [ask.rest() for ask in asks if ask.unfinished and not ask.cancelled]
+        again = [ask for ask in asks if ask.unfinished and not ask.cancelled]
         for ask in asks:
             if ask.cancelled or not ask.unfinished:
                 ask.take(None)
+        for ask in again:
+            ask.again()
         samples = sum(ask.unfinished for ask in again)
         self.replaced, self.asked_again = self.replaced + 1, self.asked_again + samples
         self._tell(f"{error}; its {samples} unfinished samples are asked for again, and it is replaced")

@@ -19,6 +19,7 @@ from dapo.orchestrator.runtime.ray.actors import Worker
 from dapo.orchestrator.runtime.ray.cluster import Cluster, in_worker
 from dapo.orchestrator.runtime.ray.fleet import Fleet
 from dapo.orchestrator.runtime.ray.handles import GoneError, Packer, Rank, Remote
+from dapo.orchestrator.runtime.ray.nodes import Nodes
 from dapo.orchestrator.runtime.ray.weights import RaySync
 from dapo.training.parallel.front import RankedLearner, RankError
 
@@ -68,7 +69,8 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
         fleet = Fleet(found, None, tell, None, in_turn, cluster.leave)
     for number, worker in enumerate(workers):
         fleet.watch(worker, partial(_of_rank, number, len(workers)))
-    return Placed(learner, fleet, None, sync, model, stop_ids, learner.built.fingerprint, counts=fleet.counts)
+    look = Nodes(cluster, fleet.facts).look
+    return Placed(learner, fleet, None, sync, model, stop_ids, learner.built.fingerprint, None, fleet.counts, look)
 
 
 async def _learner(setup: Setup, kl: AdaptiveKL, cluster: Cluster) -> tuple[RankedLearner, list[Remote]]:
