@@ -156,9 +156,9 @@ class Worker(Actor):
     async def engine(self, method: str, *args: Any) -> Any:
         return await getattr(self._engine, method)(*args)
 
-    async def ask(self, requests: Sequence[tuple[int, Request]], drafts: bool) -> None:
-        """Have events of each come under its key."""
-        for key, request in requests:
+    async def ask(self, requests: Sequence[tuple[int, Request, bool]]) -> None:
+        """Have events of each come under its key, with drafts or without."""
+        for key, request, drafts in requests:
             self._reading[key] = asyncio.create_task(self._read(key, request, drafts))
 
     async def forget(self, keys: Sequence[int]) -> None:

@@ -85,7 +85,7 @@ class Cluster:
     def _start(self) -> None:
         if not ray.is_initialized():
             self._init()
-        nodes = nodes_of()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self.bundles = bundles(self._config, any(node.get("GPU") for node in nodes))
         if self._config.runtime.device == "cuda" and not any(node.get("GPU") for node in nodes):
             raise ConfigError("runtime.device: cuda, but no node of the Ray cluster has a GPU; use auto or cpu")
@@ -146,8 +146,3 @@ class Cluster:
             remove_placement_group(self._group)
         if self._started:
             ray.shutdown()
-
-
-def nodes_of() -> list[dict[str, float]]:
-    """The resources of each node that is alive."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -19,6 +19,7 @@ from dapo.errors import UserError
 from dapo.orchestrator.runtime.ray.handles import GoneError, Remote
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
+from dapo.training.parallel.front import RankError
 from dapo.util.asynchronous import closed_in_time
 
 if TYPE_CHECKING:
@@ -289,21 +290,19 @@ class Fleet:
         if not able or self._changing:
             self._waiting += asks
             return
-        shares: dict[_Seat, list[tuple[int, Request]]] = {}
+        shares: dict[_Seat, list[tuple[int, Request, bool]]] = {}
         for ask in asks:
             seat = able[next(self._turns) % len(able)] if self._in_turn else min(able, key=lambda one: one.load)
             ask.seat, ask.key = seat, next(self._keys)
             seat.asked[ask.key] = ask
             seat.load += ask.unfinished
-            shares.setdefault(seat, []).append((ask.key, ask.request))
+            shares.setdefault(seat, []).append((ask.key, ask.request, ask.drafts))
         for seat, requests in shares.items():
-            self._begin(seat.call("ask", requests, asks[0].drafts))
+            self._begin(seat.call("ask", requests))
 
     def _route_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for drafts in (False, True):
-            if asks := [ask for ask in waiting if ask.drafts is drafts]:
-                self._route(asks)
+        self._route(waiting)
 
     def _forget(self, asks: Sequence[_Ask]) -> None:
         """Nobody reads these any more."""
@@ -330,14 +329,14 @@ class Fleet:
 
     # --- one that dies ------------------------------------------------------------------------------------------------
 
-    def watch(self, remote: Remote, error_of: Callable[[GoneError], Exception]) -> None:
-        """Have the end of this process, too, end all that is asked for."""
+    def watch(self, remote: Remote, what: str) -> None:
+        """Have the end of this process of a rank end all that is asked for. ``what``: that would be."""
 
         async def wait() -> None:
             try:
                 await remote.get("forever")
             except GoneError as error:
-                self.fail(error_of(error))
+                self.fail(RankError(f"{what}: {error}"))
 
         self._begin(wait())
 

@@ -21,7 +21,7 @@ from dapo.orchestrator.runtime.ray.fleet import Fleet
 from dapo.orchestrator.runtime.ray.handles import GoneError, Packer, Rank, Remote
 from dapo.orchestrator.runtime.ray.nodes import Nodes
 from dapo.orchestrator.runtime.ray.weights import RaySync
-from dapo.training.parallel.front import RankedLearner, RankError
+from dapo.training.parallel.front import RankedLearner
 
 
 async def place_on_ray(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object]) -> Placed:
@@ -68,7 +68,7 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
         found = [await engine_in(*pair) for pair in zip(workers, cluster.of("learner"), strict=True)]
         fleet = Fleet(found, None, tell, None, in_turn, cluster.leave)
     for number, worker in enumerate(workers):
-        fleet.watch(worker, partial(_of_rank, number, len(workers)))
+        fleet.watch(worker, f"rank {number} of {len(workers)} failed")
     look = Nodes(cluster, fleet.facts).look
     return Placed(learner, fleet, None, sync, model, stop_ids, learner.built.fingerprint, None, fleet.counts, look)
 
@@ -89,7 +89,3 @@ async def _learner(setup: Setup, kl: AdaptiveKL, cluster: Cluster) -> tuple[Rank
         objective=setup.overrides.objective,
     )
     return learner, workers
-
-
-def _of_rank(number: int, size: int, error: GoneError) -> RankError:
-    return RankError(f"rank {number} of {size} failed: {error}")

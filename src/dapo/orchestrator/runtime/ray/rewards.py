@@ -13,6 +13,7 @@ from dapo.orchestrator.runtime.ray.actors import ScoringActor
 from dapo.orchestrator.runtime.ray.cluster import Cluster
 from dapo.orchestrator.runtime.ray.handles import GoneError, Remote
 from dapo.records import FinishReason, Prompt, Reward
+from dapo.reward.batching import begin
 from dapo.reward.contract import Doubt, Scorer
 from dapo.util.asynchronous import closed_in_time
 
@@ -94,9 +95,7 @@ class RayScorer(Scorer):
             return  # others have told of it
         self._actors[number] = None
         self._tell(f"{error}; what it had to score is scored by others, and it is replaced")
-        task = asyncio.create_task(self._replace(number))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        begin(self._tasks, self._replace(number))
 
     async def _replace(self, number: int) -> None:
         try:
