@@ -120,10 +120,14 @@ def test_the_recipes_to_begin_with_can_be_read(name, stage):
 def test_a_learning_curve_over_the_number_of_pairs(here):
     tree = {key: value for key, value in METHOD["phases"]["reward"].items() if key != "stage"}
     Path("rm.yaml").write_text(yaml.safe_dump(tree | {"model": {"path": "tiny"}, "run": QUIET | {"dir": "runs/rm"}}))
-    done = CliRunner().invoke(app, ["reward-model", "rm.yaml", "--curve", "3"])
+    done = CliRunner().invoke(app, ["reward-model", "rm.yaml", "--curve", "8"])
     assert done.exit_code == 0, done.output
     found = json.loads(Path("runs/rm/curve.json").read_text())
-    assert [point["rows"] for point in found] == [9, 18, 36] and all("accuracy_after" in point for point in found)
+    assert [point["rows"] for point in found] == [2, 4, 9, 18, 36]
+    assert all("accuracy_after" in point for point in found)
+    for wrong in (["rm.yaml", "evaluation.data=[]"], ["--resume", "runs/rm/rows-36"]):
+        done = CliRunner().invoke(app, ["reward-model", *wrong, "--curve", "3"])
+        assert done.exit_code == 2 and "--curve compares runs from the start" in done.output
 
 
 def test_the_page_report_and_inspect_show_a_stage(here):
