@@ -47,6 +47,8 @@ def text_of(tokenizer, ids):
             (0, 1),
         ),
         ({"prompt": "p", "responses": ["a", "b", "c"]}, "p", ("a", "b", "c"), (0, 1, 2)),
+        ({"prompt": "p", "responses": ["a", "b"], "scores": None, "chosen": None}, "p", ("a", "b"), (0, 1)),
+        ({"prompt": "p", "responses": None, "chosen": "a", "rejected": "b"}, "p", ("a", "b"), (0, 1)),
         ({"prompt": "p", "responses": ["a", "b", "c"], "scores": [1, 5, 1.0]}, "p", ("a", "b", "c"), (1, 0, 1)),
     ],
 )
@@ -60,7 +62,6 @@ def test_pairs_and_rankings(row, prompt, responses, values):
     [
         ({"prompt": "p", "chosen": "a"}, "no key 'rejected' (data.rejected_key)"),
         ({"chosen": "a", "rejected": "b"}, "no key 'prompt' (data.prompt_key)"),
-        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "are the same"),
         ({"chosen": [USER, ASSISTANT], "rejected": [ASSISTANT, ASSISTANT]}, "different conversations"),
         ({"chosen": [USER], "rejected": [USER]}, "must end with a message of the assistant"),
         ({"prompt": "p", "responses": ["a", "b"], "scores": [1, 1]}, "no response in 'responses' is better"),
@@ -76,7 +77,9 @@ def test_what_is_no_pair_is_said(row, reason):
 
 
 def test_a_reward_model_reads_margins_labels_and_texts_without_a_prompt():
-    assert ranked({"chosen": "a", "rejected": "b", "margin": 2}, RM, needs_prompt=False).margin == 2.0
+    for margin, expected in ((2, 2.0), (None, 0.0)):
+        row = {"prompt": None, "chosen": "a", "rejected": "b", "margin": margin}
+        assert ranked(row, RM, needs_prompt=False)[::3] == ("", expected)
     found = labelled({"response": "a", "label": True}, RM)
     assert (found.prompt, found.responses, found.values) == ("", ("a",), (1.0,))
     with pytest.raises(BadRow, match="'label' must be true or false"):
@@ -88,6 +91,7 @@ def test_a_reward_model_reads_margins_labels_and_texts_without_a_prompt():
 def test_a_demonstration_is_a_conversation():
     told = conversation({"prompt": "hi", "response": "yo"}, SFT)
     assert told == conversation({"messages": [USER, ASSISTANT]}, SFT) == (USER, ASSISTANT)
+    assert told == conversation({"messages": None, "prompt": "hi", "response": "yo"}, SFT)
     with pytest.raises(BadRow, match="nothing to imitate"):
         conversation({"messages": [ASSISTANT, USER]}, SFT)
 
@@ -134,6 +138,28 @@ def test_the_response_ends_as_the_template_ends_it():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     text = PolicyText(PromptTemplate(SFTData(), tokenizer), tokenizer, True)
     assert text.response("yo")[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>") != tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "p", "chosen": "a", "rejected": "a"},
+        {"prompt": "p", "chosen": "a", "rejected": "a<e>"},  # other text, the same tokens
+        {"prompt": "p", "responses": ["a", "b", "a"]},
+    ],
+)
+def test_responses_of_different_rank_are_different_tokens(row):
+    """No loss tells them apart; of equal rank they are a tie."""
+    _, text = policy_text("plain")
+
+    def opened(row):
+        return open_examples(
+            PythonRows([row], "rows"), lambda one: [text.responses(ranked(one, DPO))], SFTData(), 0, print
+        )
+
+    with pytest.raises(DataError, match=r"rows\[0\]: two responses, one of them better, are the same"):
+        opened(row)
+    opened({"prompt": "p", "responses": ["a", "a", "b"], "scores": [1, 1, 0]})
 
 
 # --- order --------------------------------------------------------------------------------------------------------

@@ -87,6 +87,12 @@ def test_a_policy_is_trained_by_the_reward_model_of_a_phase_before(here):
     assert (here / "runs/method/sft/summary.json").stat().st_mtime_ns == before
     assert RunView.read(here / "runs/method/rl").state == "finished"
     assert CliRunner().invoke(app, ["phases", "method.yaml"]).exit_code == 2  # it is there already
+    for change in ("phases.reward.reward_model.centring=0.1", "phases.rl.rollout.temperature=0.5"):
+        done = CliRunner().invoke(app, ["phases", "method.yaml", "--resume", change])
+        assert done.exit_code == 2 and "would make it another one" in done.output  # done, but not with this
+    more = METHOD["phases"]["sft"]["training"]["steps"] + 1
+    invoke("--resume", f"phases.sft.training.steps={more}")
+    assert RunView.read(here / "runs/method/sft").summary["steps"] == more
 
 
 @pytest.mark.parametrize(
@@ -120,10 +126,14 @@ def test_the_recipes_to_begin_with_can_be_read(name, stage):
 def test_a_learning_curve_over_the_number_of_pairs(here):
     tree = {key: value for key, value in METHOD["phases"]["reward"].items() if key != "stage"}
     Path("rm.yaml").write_text(yaml.safe_dump(tree | {"model": {"path": "tiny"}, "run": QUIET | {"dir": "runs/rm"}}))
-    done = CliRunner().invoke(app, ["reward-model", "rm.yaml", "--curve", "3"])
+    done = CliRunner().invoke(app, ["reward-model", "rm.yaml", "--curve", "8"])
     assert done.exit_code == 0, done.output
     found = json.loads(Path("runs/rm/curve.json").read_text())
-    assert [point["rows"] for point in found] == [9, 18, 36] and all("accuracy_after" in point for point in found)
+    assert [point["rows"] for point in found] == [2, 4, 9, 18, 36]
+    assert all("accuracy_after" in point for point in found)
+    for wrong in (["rm.yaml", "evaluation.data=[]"], ["--resume", "runs/rm/rows-36"]):
+        done = CliRunner().invoke(app, ["reward-model", *wrong, "--curve", "3"])
+        assert done.exit_code == 2 and "--curve compares runs from the start" in done.output
 
 
 def test_the_page_report_and_inspect_show_a_stage(here):

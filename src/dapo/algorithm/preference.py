@@ -17,6 +17,8 @@ from torch import Tensor
 
 PairLoss = Literal["sigmoid", "ipo", "simpo"]
 Statistics = dict[str, tuple[Tensor, Tensor]]
+TIE = 1e-5
+"""A float32 sum of log-probabilities depends in this order on the place of a response in its batch."""
 
 
 def dpo_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -45,8 +47,8 @@ def outcome_loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def share_right(margins: Tensor) -> Tensor:
-    """1 where the better one is ahead, 0.5 where neither is, else 0."""
-    return (margins > 0).float() + 0.5 * (margins == 0)
+    """1 where the better one is ahead, 0.5 where neither is by more than rounding (:data:`TIE`), else 0."""
+    return ((margins > TIE).float() + (margins >= -TIE)) / 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -93,6 +93,8 @@ def _stage(
         config = resume_stage(stage, resume, changes)
     else:
         config = load_stage(stage, recipe or "", changes)
+    if curve and (resume is not None or not config.evaluation.data):
+        raise ConfigError("--curve compares runs from the start on held-out rows: give a RECIPE with evaluation.data")
     if dry_run:
         show_plan(config)
         return

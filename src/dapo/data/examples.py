@@ -55,7 +55,7 @@ Encode = Callable[[Any], Sequence[Example]]
 
 def conversation(row: Any, keys: SFTData) -> Messages:
     """The messages of a row, of which the assistant's are imitated. Raises BadRow: there are none."""
-    if look_up(_mapping(row), keys.messages_key)[0]:
+    if _holds(_mapping(row), keys.messages_key):
         messages = text_or_messages(row, keys.messages_key, "data.messages_key")
         if isinstance(messages, str):
             raise BadRow(f"{keys.messages_key!r} is text, not a list of chat messages (data.messages_key)")
@@ -71,10 +71,10 @@ def conversation(row: Any, keys: SFTData) -> Messages:
 def ranked(row: Any, keys: PairKeys, needs_prompt: bool = True) -> Texts:
     """A pair, or a ranking of K responses. Raises BadRow: there is neither, or no response is better than another."""
     margin = _margin(row, keys) if isinstance(keys, RewardModelData) else 0.0
-    if look_up(_mapping(row), keys.responses_key)[0]:
+    if _holds(_mapping(row), keys.responses_key):
         responses = _list(row, keys.responses_key, "data.responses_key", (str,), "texts")
         scores: list[float] = list(range(0, -len(responses), -1))  # the best one first
-        if look_up(row, keys.scores_key)[0]:
+        if _holds(row, keys.scores_key):
             scores = _list(row, keys.scores_key, "data.scores_key", (int, float), "finite numbers")
         if len(scores) != len(responses):
             raise BadRow(f"{keys.scores_key!r} has {len(scores)} numbers for {len(responses)} responses")
@@ -87,8 +87,6 @@ def ranked(row: Any, keys: PairKeys, needs_prompt: bool = True) -> Texts:
     )
     if before != other:
         raise BadRow(f"{keys.chosen_key!r} and {keys.rejected_key!r} answer different conversations")
-    if chosen == rejected:
-        raise BadRow(f"{keys.chosen_key!r} and {keys.rejected_key!r} are the same")
     return Texts(before or _prompt(row, keys, needs_prompt), (chosen, rejected), (0.0, 1.0), margin)
 
 
@@ -107,8 +105,13 @@ def _mapping(row: Any) -> Mapping[Any, Any]:
     return row
 
 
+def _holds(row: Mapping[Any, Any], key: str) -> bool:
+    """Tables hold null where a row leaves a column out."""
+    return look_up(row, key)[1] is not None
+
+
 def _prompt(row: Any, keys: StageData, needed: bool) -> str | Messages:
-    return text_or_messages(row, keys.prompt_key) if needed or look_up(row, keys.prompt_key)[0] else ""
+    return text_or_messages(row, keys.prompt_key) if needed or _holds(row, keys.prompt_key) else ""
 
 
 def _text(row: Any, key: str, setting: str) -> str:
@@ -129,11 +132,12 @@ def _last_turn(row: Any, key: str, setting: str) -> tuple[Messages, str]:
 
 
 def _margin(row: Any, keys: RewardModelData) -> float:
-    there, value = look_up(_mapping(row), keys.margin_key)
-    value = plain_value(value)
-    if there and type(value) not in (int, float):
+    if not _holds(_mapping(row), keys.margin_key):
+        return 0.0
+    value = plain_value(look_up(row, keys.margin_key)[1])
+    if type(value) not in (int, float):
         raise BadRow(f"{keys.margin_key!r} must be a finite number, got {value!r} (data.margin_key)")
-    return float(value) if there else 0.0
+    return float(value)
 
 
 def _list(row: Any, key: str, setting: str, types: tuple[type, ...], what: str) -> list[Any]:
@@ -241,6 +245,8 @@ class ExampleRows(Rows):
     def __getitem__(self, number: int) -> Row:
         part, inside = self._find(number)
         examples: Any = tuple(self._encode(part.table.raw(inside)))
+        if any(len({*zip(one.responses, one.values, strict=True)}) > len({*one.responses}) for one in examples):
+            raise BadRow("two responses, one of them better, are the same as token ids: nothing can be learned")
         return _ExampleRow(examples, None, {"examples": examples}, part.table.place(inside))
 
 

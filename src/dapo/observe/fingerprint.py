@@ -148,7 +148,7 @@ def check_fingerprint(
     # resume.py has looked at the first ones, and trackers only hear
     for name in ("settings", "in_memory", "changes", "run.trackers"):
         then.pop(name, None)
-    of_older = "prompts" not in then
+    of_older = "prompts" in now.keys() - then.keys()
     if "prompt" in then:  # without the rows to evaluate on, which may be others
         then.pop("prompts", None)
     known = {key: value for key, value in now.items() if key in then or key not in _LATER}

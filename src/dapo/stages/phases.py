@@ -68,12 +68,12 @@ def _filled(value: Any, models: Mapping[str, str], where: str) -> Any:
 def run_phases(
     root: Path, phases: Mapping[str, StageConfig | Config], listener: Listener, resume: bool, shutdown: Shutdown
 ) -> dict[str, Any]:
-    """Each phase, one after the other; ``resume``: those that are done are left as they are, and one that was stopped
-    goes on. Returns the summary of each by name; ``report.md`` in ``root`` tells of all.
-    Raises ConfigError: a phase is there already; Stopped and UserError as the phases do."""
+    """Each phase, one after the other; ``resume``: those that are done are left as they are, and one that was stopped,
+    or has more steps now, goes on. Returns the summary of each by name; ``report.md`` in ``root`` tells of all.
+    Raises ConfigError: a phase is there already, or was another one; Stopped and UserError as the phases do."""
     from dapo.orchestrator.inputs import RunOverrides
     from dapo.orchestrator.launch import run_experiment
-    from dapo.stages.run import as_begun, run_stage
+    from dapo.stages.run import run_stage
 
     found: dict[str, Any] = {}
     for name, config in phases.items():
@@ -81,18 +81,31 @@ def run_phases(
         there = is_run(folder.root)
         if there and not resume:
             raise ConfigError(f"{folder.root}: is there already; --resume goes on, or give another dir=FOLDER")
-        if there and (view := RunView.read(folder.root)).state == "finished":
-            listener.phase(f"phase {name}: done before")
-            found[name] = view.summary
-            continue
+        if there:
+            config = _as_begun(folder, config)
+            view = RunView.read(folder.root)
+            if view.state == "finished" and view.config["training"]["steps"] == config.training.steps:
+                listener.phase(f"phase {name}: done before")
+                found[name] = view.summary
+                continue
         listener.phase(f"phase {name}")
         again = RunOverrides(resume=folder if there else None)
         if isinstance(config, Config):
             found[name] = run_experiment(config, listener, again, shutdown)
         else:
-            found[name] = run_stage(as_begun(folder, config) if there else config, listener, again, shutdown)
+            found[name] = run_stage(config, listener, again, shutdown)
         write_atomic(root / REPORT, report(found))
     return found
+
+
+def _as_begun(folder: RunFolder, config: StageConfig | Config) -> StageConfig | Config:
+    from dapo.orchestrator.resume import check_resumable
+    from dapo.stages.run import as_begun
+
+    if not isinstance(config, Config):
+        return as_begun(folder, config)
+    check_resumable(folder, config)
+    return config
 
 
 def report(summaries: Mapping[str, Mapping[str, Any]]) -> str:

@@ -78,8 +78,7 @@ def run_curve(config: StageConfig, times: int, listener: Listener, shutdown: Shu
     Each is a run of its own inside of the run folder; ``curve.json`` there has rows and held-out numbers of each."""
     rows = config.data.rows or sum(len(open_table(item)) for item in config.data.train)
     root, found = Path(config.run.dir or "runs/run"), []
-    for k in reversed(range(times)):
-        part = max(2, rows >> k)
+    for part in sorted({max(2, rows >> k) for k in range(times)}):
         values = {"data.rows": part, "run.dir": str(root / f"rows-{part}")}
         summary = run_stage(with_values(config, values), listener, None, shutdown)
         found.append({"rows": part, **{n: v for n, v in summary.items() if n.endswith("_after")}})
@@ -217,11 +216,16 @@ class StageRun:
         self._listener.started(told)
 
     def _to_come(self) -> Iterator[Sequence[Example]]:
-        """Held-out rows, as they are evaluated, and all rows that the run is going to draw, each once."""
+        """Held-out rows, as they are evaluated, and all rows that the run is going to draw, each once. A mixture draws
+        some rows again long before others."""
         yield from in_parts(self.heldout)
-        source = self._open_source(lambda text: None)
-        for part in in_parts(range(min(self.config.training.steps * self._plan.groups, source.rows))):
-            yield [one for _ in part for one in source.next().meta["examples"]]
+        source, seen = self._open_source(lambda text: None), set[int]()
+        for part in in_parts(range(self.config.training.steps * self._plan.groups)):
+            if all(epoch for epoch, _ in source.state()["positions"]):
+                return
+            rows = {row.row: row.meta["examples"] for row in (source.next() for _ in part)}
+            yield [one for number, examples in rows.items() if number not in seen for one in examples]
+            seen |= rows.keys()
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
