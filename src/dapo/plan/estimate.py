@@ -80,7 +80,7 @@ def gpus_asked(config: Config) -> dict[str, float]:
 
 
 def cluster_of(config: Config, card: str = "H200") -> str:
-    """Just what a recipe asks for, on hosts of 8 GPUs at most."""
+    """What a recipe asks for: so many GPUs of one host, or whole hosts of 8."""
     count = ceil(sum(gpus_asked(config).values())) or 1
     return f"{count}x{card}" if count <= 8 else f"{ceil(count / 8)}x8x{card}"
 
@@ -89,9 +89,9 @@ def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estima
     """And the name of the model. Raises ConfigError: not a cluster for the recipe; ModelError: no such model."""
     where = read_cluster(cluster)
     asked = gpus_asked(config)
-    if asked and where.total != ceil(sum(asked.values())):
+    need = cluster_of(config, where.name.replace(" ", "-"))
+    if asked and where.total != ceil(sum(asked.values())) and where != read_cluster(need):
         roles = ", ".join(f"{count:g} for {role}" for role, count in asked.items() if count)
-        need = cluster_of(config, where.name.replace(" ", "-"))
         raise ConfigError(
             f"--cluster {cluster}: the recipe asks for {sum(asked.values()):g} GPUs ({roles}); give {need}"
         )
@@ -265,12 +265,11 @@ class Estimate:
         """Of a step, by phase; ``step``: of all."""
         config, rates, card, trained = self.config, self.rates, self.cluster.card, trained_of(self.shape)
         beside = apart(config) and config.ahead > 0
-        one_process = beside and config.runtime.kind == "local"
-        speed = self.ranks * rates["update"] * card.operations / (BESIDE if one_process else 1.0)
+        by_store = apart(config) and config.runtime.kind == "ray"
+        speed = self.ranks * rates["update"] * card.operations / (BESIDE if beside and not by_store else 1.0)
         passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off")
         forward, both = self.operations()
         moments = 8 * trained / self.ranks * config.updates_per_step if config.training.offload_optimizer else 0.0
-        by_store = apart(config) and config.runtime.kind == "ray"
         moved = 2 * trained / STORE if by_store else self.cluster.exchange(2 * trained)
         found = {
             "rollout": self.rollout()[0],
