@@ -238,7 +238,7 @@ def test_a_kill_while_changes_are_recorded_records_each_once(two: Path) -> None:
         fails(patch, dapo.orchestrator.experiment, "write_json")
         go_on(two, "training.steps=3", "training.learning_rate=1e-3")
     go_on(two)  # config.yaml has them already
-    assert changes_of(two) == ["step 3: training.steps 2 -> 3", SAID]
+    assert changes_of(two) == [SAID, "step 3: training.steps 2 -> 3"]
 
 
 @pytest.mark.parametrize("place", ["step-00002", "step-00002-rollout"])
@@ -407,7 +407,7 @@ def test_a_dry_run_inspect_report_and_page_tell_of_it(two: Path) -> None:
     record.write_text(json.dumps(json.loads(record.read_text()) | {"in_memory": []}))
     dry = ["train", "--resume", str(two), "--dry-run", "training.steps=3", "training.learning_rate=1e-3"]
     result = CliRunner().invoke(app, dry)  # the model is not there, which it says last
-    assert f"; {SAID}" in result.output and "# changes: step 3: " in result.output and changes_of(two) == []
+    assert f"# changes: {SAID}; step 3: " in result.output and changes_of(two) == []
     go_on(two, "training.steps=3", "training.learning_rate=1e-3")
     inspected = CliRunner().invoke(app, ["inspect", str(two)]).output
     assert "changed " in inspected and SAID in inspected

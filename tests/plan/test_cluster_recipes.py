@@ -48,6 +48,9 @@ def test_gpus_that_a_recipe_asks_for() -> None:
     assert gpus_asked(asked) == {"learner": 2.0, "engine": 8.0, "reward": 0.5} and cluster_of(asked) == "2x8xH200"
     with pytest.raises(ConfigError, match=r"8xH200: the recipe asks for 2 GPUs \(2 for learner\); give 2xH200"):
         estimated("8xH200", *RAY)
+    with pytest.raises(ConfigError, match=r"asks for 12 GPUs .* give 2x8xH200"):
+        estimated("8xH200", RAY[0], "runtime.learner.workers=12")
+    assert estimated("2x8xH200", RAY[0], "runtime.learner.workers=12").ranks == 12  # as it is told to
 
 
 def test_engines_apart_are_not_in_a_learners_memory_and_share_the_prompts() -> None:

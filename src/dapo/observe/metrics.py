@@ -64,7 +64,7 @@ clip/dual                  | share        | loss tokens capped by the dual clip
 clip/high_probability      | probability  | mean probability of the up-clipped tokens (Fig. 3a)
 ratio/mean                 | ratio        | mean of pi_theta / pi_prox over loss tokens
 objective/{}               | its own      | mean of a statistic of a user's objective, by its name
-loss                       | loss         | mean over the updates; near 0 by construction (grad_norm), but in stages
+loss                       | loss         | mean over the updates; near 0 by construction, see grad_norm (not in stages)
 preference/accuracy        | share        | stages: pairs whose better response has the higher reward, or right labels
 preference/margin          | reward       | stages: reward of the better response less that of the other
 preference/chosen          | reward       | stages: reward of the better responses (DPO: beta (log pi - log ref))

@@ -52,7 +52,6 @@ class DynamicSampling:
             going_on: the draws that the step before has not settled.
         """
         self._config = config
-        self._step = step
         self._version = version
         self._rate = rate
         self.wanted = wanted
@@ -63,7 +62,6 @@ class DynamicSampling:
         self._draws = [PendingGroup.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
         self._most = wanted * config.max_draw_rounds
         """Draws that one step may choose from, without those that are too old for it."""
-        self._rate_known = config.algorithm.filter_groups.enable and bool(rounds or going_on)
         self.resumed = [PendingGroup.resume(g) for g in resumed]
         """The draws of an interrupted round."""
         self._draws += [*going_on, *self.resumed]
@@ -81,7 +79,7 @@ class DynamicSampling:
 
     def begin(self, step: int, wanted: int, version: int) -> None:
         """A step waits for these groups."""
-        self._step = self.scores.step = step
+        self.scores.step = step
         self.wanted, self.version = wanted, version
 
     # -- drawing -------------------------------------------------------------------------------------------------------
@@ -95,7 +93,6 @@ class DynamicSampling:
     def _count_all(self) -> None:
         """A step may have thousands of draws, which are not to be looked at each time that one of them finishes."""
         self._counts: Counter[str] = Counter()
-        self._leading = self._leading_kept = 0
         for draw in self._draws:
             self._count(draw)
 
@@ -117,7 +114,8 @@ class DynamicSampling:
             return 0  # what to draw must not depend on what happens to have finished
         finished = self._counts["finished"]
         # the first round is N prompts; what comes of them sizes the others
-        keep_rate = self._rate.value(self._counts["mixed"], finished) if self._rate_known else 1.0
+        known = self._config.algorithm.filter_groups.enable and (self.rounds or self.drawn)
+        keep_rate = self._rate.value(self._counts["mixed"], finished) if known else 1.0
         wanted = self._missing + self.wanted * (batches - 1)
         if self._config.rollout.max_staleness and wanted > 0:  # less the standard deviation of how many will be kept
             wanted = max(self._missing if waits else 0, wanted - round((wanted * (1 - keep_rate)) ** 0.5))
@@ -125,7 +123,6 @@ class DynamicSampling:
         count = refill_size(wanted=wanted, in_flight=in_flight, keep_rate=keep_rate, budget_left=budget)
         count = max(min(count, self._slots(finished, batches) - in_flight) if streaming else count, 0)
         self.rounds += bool(count)
-        self._rate_known |= bool(count) and self._config.algorithm.filter_groups.enable
         return count
 
     def _slots(self, finished: int, batches: int = 1) -> int:
@@ -157,9 +154,10 @@ class DynamicSampling:
         """Whether the groups of this step are found, which no draw that is pending can change."""
         if self._counts["charged"] > self._most:  # not all are usable
             return self.admission().complete
-        while self._leading < len(self._draws) and (kept := self._outcome(self._draws[self._leading])) is not None:
-            self._leading, self._leading_kept = self._leading + 1, self._leading_kept + kept
-        return self._leading_kept >= self.wanted
+        counts = self._counts  # of the first draws, up to one that is pending
+        while counts["first"] < len(self._draws) and (kept := self._outcome(self._draws[counts["first"]])) is not None:
+            counts.update(first=1, first_kept=kept)
+        return counts["first_kept"] >= self.wanted
 
     @property
     def _missing(self) -> int:
@@ -225,8 +223,8 @@ class DynamicSampling:
         if metric == "acc" and open_verdict:
             if filters.enable:
                 raise RewardError(
-                    f"step {self._step + 1}: the reward of prompt row {group.prompt.row} does not say whether the "
-                    "response is correct, which algorithm.filter_groups.metric=acc decides by; return a bool or "
+                    f"step {self.scores.step + 1}: the reward of prompt row {group.prompt.row} does not say whether "
+                    "the response is correct, which algorithm.filter_groups.metric=acc decides by; return a bool or "
                     "dapo.records.Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
                 )
             metric = "score"  # for the counts only
@@ -274,7 +272,7 @@ class DynamicSampling:
         rejected = [(d, self._status(d, outcomes[place] is True)) for place, d in finished if place not in admitted]
         own = [d for d in self.settled if not d.carried]
         return RolloutBatch(
-            step=self._step,
+            step=self.scores.step,
             first_draw=next((d.number for d in own), self._draws[-1].number + 1),
             groups=tuple(d.group for d in groups if d.group),
             rejected=tuple((d.group, status) for d, status in rejected if d.group),

@@ -1,8 +1,7 @@
 """A step's seconds, a GPU's memory and a run's disk, from a model's shape, a recipe and a cluster. Pure arithmetic.
 
-Every GPU has an engine with a whole copy of the weights, and a share of the training (FSDP2; an adapter is whole on
-each). Both take turns, but for engines on GPUs of their own (``rollout.device``, or ``runtime.placement``
-disaggregated), which work beside."""
+Every GPU has an engine with all weights and a share of the training (FSDP2; an adapter is whole on each), which take
+turns; engines on GPUs of their own (``rollout.device``, or ``runtime.placement`` disaggregated) work beside."""
 
 from __future__ import annotations
 
@@ -47,14 +46,15 @@ BESIDE = 1.19
 """How much longer updates take in the process of an engine that samples meanwhile (5.7 s and 4.8 s: docs/async.md)."""
 HAND_OVER = 0.14
 """Share of the memory's rate at which weights get to the engine, 6 bytes each: 4.0 to 4.5 ms (docs/performance.md)."""
+STORE = 0.85e9
+"""Bytes a second from a learner through Ray's object store to engines: 1.05 to 1.3 s for 1 GB (docs/performance.md)."""
 BUS = 25e9
 """Bytes a second between a GPU and main memory, in each direction. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """Of a run that nobody has seen yet: tokens of responses and prompts, the share of groups that is kept, and seconds
-    of a step that wait for rewards."""
+    """Of a run to come: tokens of responses and prompts, share of groups kept, seconds a step waits for rewards."""
 
     response: float
     prompt: float
@@ -80,19 +80,18 @@ def gpus_asked(config: Config) -> dict[str, float]:
 
 
 def cluster_of(config: Config, card: str = "H200") -> str:
-    """Just what a recipe asks for, on hosts of 8 GPUs at most."""
+    """What a recipe asks for: so many GPUs of one host, or whole hosts of 8."""
     count = ceil(sum(gpus_asked(config).values())) or 1
     return f"{count}x{card}" if count <= 8 else f"{ceil(count / 8)}x8x{card}"
 
 
 def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estimate, str]:
-    """And the name of the model whose shape it has. Raises ConfigError: no such cluster, or other GPUs
-    than the recipe asks for; ModelError: no such model."""
+    """And the name of the model. Raises ConfigError: not a cluster for the recipe; ModelError: no such model."""
     where = read_cluster(cluster)
     asked = gpus_asked(config)
-    if asked and where.total != ceil(sum(asked.values())):
+    need = cluster_of(config, where.name.replace(" ", "-"))
+    if asked and where.total != ceil(sum(asked.values())) and where != read_cluster(need):
         roles = ", ".join(f"{count:g} for {role}" for role, count in asked.items() if count)
-        need = cluster_of(config, where.name.replace(" ", "-"))
         raise ConfigError(
             f"--cluster {cluster}: the recipe asks for {sum(asked.values()):g} GPUs ({roles}); give {need}"
         )
@@ -266,17 +265,18 @@ class Estimate:
         """Of a step, by phase; ``step``: of all."""
         config, rates, card, trained = self.config, self.rates, self.cluster.card, trained_of(self.shape)
         beside = apart(config) and config.ahead > 0
-        one_process = beside and config.runtime.kind == "local"
-        speed = self.ranks * rates["update"] * card.operations / (BESIDE if one_process else 1.0)
+        by_store = apart(config) and config.runtime.kind == "ray"
+        speed = self.ranks * rates["update"] * card.operations / (BESIDE if beside and not by_store else 1.0)
         passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off")
         forward, both = self.operations()
         moments = 8 * trained / self.ranks * config.updates_per_step if config.training.offload_optimizer else 0.0
+        moved = 2 * trained / STORE if by_store else self.cluster.exchange(2 * trained)
         found = {
             "rollout": self.rollout()[0],
             "reward": self.assumed.reward_s,
             "annotate": passes * forward / speed,
             "update": max(config.training.epochs_per_rollout * both / speed, self.network()) + moments / BUS,
-            "sync": rates["sync"] + 6 * trained / (HAND_OVER * card.bytes) + self.cluster.exchange(2 * trained),
+            "sync": rates["sync"] + 6 * trained / (HAND_OVER * card.bytes) + moved,
             "rest": rates["rest"] * config.rollout.prompts_per_step * config.rollout.samples_per_prompt,
         }
         others = sum(found.values()) - found["rollout"]
@@ -339,7 +339,7 @@ class Estimate:
         if self.ranks > 1:
             kind = "an adapter whole on each" if has_adapter(self.shape) else "FSDP2 over all"
             where = f"{self.engines} engines on GPUs of their own" if apart(self.config) else "an engine on each GPU"
-            yield f"{where}, training on {self.ranks} GPUs ({kind}), which was not measured"
+            yield f"{where}, training on {self.ranks} GPUs ({kind}): only 0.5B by FSDP2 on two was measured"
             yield f"{NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts, and GPUs that never wait for each other"
         if self.config.model.compute_dtype == "float32":
             yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
