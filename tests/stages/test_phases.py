@@ -91,7 +91,7 @@ def test_a_policy_is_trained_by_the_reward_model_of_a_phase_before(here):
         done = CliRunner().invoke(app, ["phases", "method.yaml", "--resume", change])
         assert done.exit_code == 2 and "would make it another one" in done.output  # done, but not with this
     more = METHOD["phases"]["sft"]["training"]["steps"] + 1
-    invoke("--resume", f"phases.sft.training.steps={more}")
+    assert "phase reward is not done again after sft" in invoke("--resume", f"phases.sft.training.steps={more}")
     assert RunView.read(here / "runs/method/sft").summary["steps"] == more
 
 

@@ -96,6 +96,15 @@ def test_a_pair_computes_what_both_begin_with_once_and_reads_the_last_real_token
     assert batch.columns["weights"].tolist() == [0, 1, 0, 0, 1]  # at the token that the last real one predicts
 
 
+def test_what_cannot_be_is_said_in_the_keys_of_the_stage():
+    for changes, message in (
+        ({"template": "chat"}, r"use reward_model\.template=plain, or .* \(model\.tokenizer\)"),
+        ({"loss": "outcome", "centring": 0.1}, r"centring: is for loss=preference"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            stage_of(**changes)
+
+
 def test_of_two_texts_one_may_begin_the_other():
     (example,) = stage_of().encode({"chosen": "#3", "rejected": "#34"})
     assert [len(r) for r in example.responses] == [1, 2] and len(example.prompt) == 2

@@ -132,9 +132,7 @@ def _last_turn(row: Any, key: str, setting: str) -> tuple[Messages, str]:
 
 
 def _margin(row: Any, keys: RewardModelData) -> float:
-    if not _holds(_mapping(row), keys.margin_key):
-        return 0.0
-    value = plain_value(look_up(row, keys.margin_key)[1])
+    value = plain_value(look_up(row, keys.margin_key)[1]) if _holds(_mapping(row), keys.margin_key) else 0.0
     if type(value) not in (int, float):
         raise BadRow(f"{keys.margin_key!r} must be a finite number, got {value!r} (data.margin_key)")
     return float(value)

@@ -73,22 +73,30 @@ def run_phases(
     Raises ConfigError: a phase is there already, or was another one; Stopped and UserError as the phases do."""
     from dapo.orchestrator.inputs import RunOverrides
     from dapo.orchestrator.launch import run_experiment
-    from dapo.stages.run import run_stage
+    from dapo.orchestrator.resume import check_resumable
+    from dapo.stages.run import as_begun, run_stage
 
     found: dict[str, Any] = {}
+    trained = ""
     for name, config in phases.items():
         folder = RunFolder(root / name)
         there = is_run(folder.root)
         if there and not resume:
             raise ConfigError(f"{folder.root}: is there already; --resume goes on, or give another dir=FOLDER")
         if there:
-            config = _as_begun(folder, config)
+            if isinstance(config, Config):
+                check_resumable(folder, config)
+            else:
+                config = as_begun(folder, config)
             view = RunView.read(folder.root)
             if view.state == "finished" and view.config["training"]["steps"] == config.training.steps:
                 listener.phase(f"phase {name}: done before")
+                if trained:
+                    listener.warning(f"phase {name} is not done again after {trained}; for that remove {folder.root}")
                 found[name] = view.summary
                 continue
         listener.phase(f"phase {name}")
+        trained = name
         again = RunOverrides(resume=folder if there else None)
         if isinstance(config, Config):
             found[name] = run_experiment(config, listener, again, shutdown)
@@ -96,16 +104,6 @@ def run_phases(
             found[name] = run_stage(config, listener, again, shutdown)
         write_atomic(root / REPORT, report(found))
     return found
-
-
-def _as_begun(folder: RunFolder, config: StageConfig | Config) -> StageConfig | Config:
-    from dapo.orchestrator.resume import check_resumable
-    from dapo.stages.run import as_begun
-
-    if not isinstance(config, Config):
-        return as_begun(folder, config)
-    check_resumable(folder, config)
-    return config
 
 
 def report(summaries: Mapping[str, Mapping[str, Any]]) -> str:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from dapo.algorithm.preference import ScoreObjective, outcome_loss, outcome_objective, share_right
 from dapo.data.examples import Example, labelled, ranked
 from dapo.data.rows import BadRow, Row
-from dapo.errors import ConfigError, ModelError
+from dapo.errors import ConfigError, ModelError, RewardError
 from dapo.evaluation.statistics import calibration_error
 from dapo.model.adapters import has_adapter
 from dapo.model.loading import load_model
@@ -45,7 +45,11 @@ class RewardModel:
         self.config, self._tokenizer = config, tokenizer
         section = config.reward_model
         name = config.model.tokenizer or config.model.path
-        self._text = PairText(tokenizer, section.template, name)
+        try:
+            self._text = PairText(tokenizer, section.template, name)
+        except RewardError as error:  # in the words of a run's recipe
+            said = str(error).replace("reward.tokenizer", "model.tokenizer").replace(" (or pair)", "")
+            raise ConfigError(said.replace("reward.", "reward_model.")) from None
         self._outcome = section.loss == "outcome"
         self.objective: Objective = outcome_objective if self._outcome else ScoreObjective(section.centring)
         self.stop_ids: Sequence[int] = ()
