@@ -104,7 +104,8 @@ def test_two_ranks_are_one_learner_until_one_is_killed(model, tmp_path):
 
     async def work(learner: RankedLearner, processes: list[RankProcess]) -> None:
         with pytest.raises(ModelError, match="no such folder"):  # on every rank, and they go on
-            await learner.call("build", config, str(tmp_path / "none"))
+            elsewhere = config.model.model_copy(update={"path": str(tmp_path / "none")})
+            await learner.call("build", config.model_copy(update={"model": elsewhere}))
         step = Step()
         batch = await two_updates(learner, step)
         assert batch.columns.keys() == columns.keys() and "reference" in columns

@@ -99,7 +99,6 @@ class RankWorker:
     def build(
         self,
         config: Config,
-        source: Any = None,
         sharded: bool = True,
         cpu_offload: bool = False,
         objective: Objective | None = None,
@@ -107,7 +106,6 @@ class RankWorker:
         """Load the model, and make the trainer.
 
         Args:
-            source: folder or name of the model; None: that of the recipe.
             sharded: FSDP2, or the whole model on each rank, as an adapter's has to be.
             cpu_offload: of a sharded model, see :class:`~dapo.training.parallel.holding.Sharded`.
             objective: in place of the recipe's.
@@ -120,14 +118,14 @@ class RankWorker:
         dtype = getattr(torch, config.model.compute_dtype)
 
         def trainer() -> Trainer:
-            model = load_trainable(source or config.model.path, config.model, "cpu" if sharded else self.device)
+            model = load_trainable(config.model.path, config.model, "cpu" if sharded else self.device)
             if self.rank == 0:
                 found.update(fingerprint_model(model, self.device))
             set_threads(config, model)
             return Trainer(begin_adapter(model, config.model, config.seed), training, temperature, dtype, held())
 
         def reference() -> Policy:
-            model, own = load_trainable(source or config.model.path, config.model, "cpu").requires_grad_(False), held()
+            model, own = load_trainable(config.model.path, config.model, "cpu").requires_grad_(False), held()
             own.take(model, dtype)
             if self.device.type == "cuda":  # as the trainer's: its KL to itself is exactly 0 then
                 compile_layers(model)

@@ -28,8 +28,7 @@ from dapo.util.asynchronous import closed_in_time, in_thread
 
 START_SECONDS = 120.0
 """For Ray to start, or for room on a cluster that has it but is not free."""
-ACTOR_SECONDS = 600.0
-"""For a process to be there, whose node may have been lost meanwhile."""
+ACTOR_SECONDS = 600.0  # its node may have been lost meanwhile
 CLOSE_SECONDS = 20.0
 
 
@@ -130,9 +129,7 @@ class Cluster:
             async with asyncio.timeout(ACTOR_SECONDS):
                 await remote.locate()
         except TimeoutError:
-            raise GoneError(
-                f"{remote} was not there within {ACTOR_SECONDS:g} s: no room for it? (ray status)"
-            ) from None
+            raise GoneError(f"{remote} did not start within {ACTOR_SECONDS:g} s (ray status)") from None
         return remote
 
     async def close(self) -> None:

@@ -48,13 +48,14 @@ class _Ask:
     def unfinished(self) -> int:
         return len(self.places) - len(self.came)
 
-    def again(self) -> None:
-        """From now on it is what has not come, to be asked anew."""
+    def again(self) -> _Ask:
+        """Itself, which is from now on what has not come, to be asked anew."""
         left = [place for place in range(len(self.places)) if place not in self.came]
         drafts = tuple(replace(d, index=left.index(d.index)) for d in self.request.drafts if d.index in left)
         seeds = tuple(self.request.seeds[place] for place in left)
         self.request = replace(self.request, seeds=seeds, drafts=drafts)
         self.places, self.came, self.seat = tuple(self.places[place] for place in left), set(), None
+        return self
 
     def take(self, event: Any) -> None:
         if isinstance(event, Sample):
@@ -330,7 +331,7 @@ class Fleet:
     # --- one that dies ------------------------------------------------------------------------------------------------
 
     def watch(self, remote: Remote, what: str) -> None:
-        """Have the end of this process of a rank end all that is asked for. ``what``: that would be."""
+        """Have the end of this process of a rank end all that is asked for. ``what`` happened then, in words."""
 
         async def wait() -> None:
             try:
@@ -358,12 +359,10 @@ class Fleet:
         if self._make is None:
             self.fail(FleetError(str(error)))
             return
-        again = [ask for ask in asks if ask.unfinished and not ask.cancelled]
         for ask in asks:
             if ask.cancelled or not ask.unfinished:
                 ask.take(None)
-        for ask in again:
-            ask.again()
+        again = [ask.again() for ask in asks if ask.unfinished and not ask.cancelled]
         samples = sum(ask.unfinished for ask in again)
         self.replaced, self.asked_again = self.replaced + 1, self.asked_again + samples
         self._tell(f"{error}; its {samples} unfinished samples are asked for again, and it is replaced")

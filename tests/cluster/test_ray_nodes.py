@@ -36,26 +36,23 @@ def test_processes_of_a_node_count_once_each_by_role() -> None:
     assert found["resources/memory"] == lines["driver"]["rss"] + lines["engine"]["rss"]
 
 
+@pytest.mark.usefixtures("ray_here")
 def test_every_node_is_looked_at_with_the_weights_and_the_load_of_its_engines() -> None:
     from dapo.orchestrator.runtime.ray.nodes import Nodes
 
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        here = ray.util.get_node_ip_address()
-        engines = [SimpleNamespace(name=f"engine {n}", process=os.getppid(), node=here) for n in range(2)]
-        cluster: Any = SimpleNamespace(actors=engines)
-        facts = {"engine 0": {"version": 3, "in_flight": 5}, "engine 1": {"version": 2, "in_flight": 0}}
-        nodes = Nodes(cluster, lambda: facts)
-        deadline, lines = time.monotonic() + 60, {}
-        while "engine" not in lines and time.monotonic() < deadline:  # its process starts meanwhile
-            lines = {line["role"]: line for line in nodes.look()}
-        assert {"node", "driver", "engine"} == set(lines) and lines["driver"]["host"] == here
-        assert [lines["engine"][name] for name in ("version", "in_flight", "idle")] == [2, 5, 0.5]
-        assert "idle" not in lines["driver"]
-        ray.kill(nodes._lookers[here])
-        while nodes.look():  # until its end is known
-            assert time.monotonic() < deadline
-        while not nodes.look():  # until another one is there
-            assert time.monotonic() < deadline
-    finally:
-        ray.shutdown()
+    here = ray.util.get_node_ip_address()
+    engines = [SimpleNamespace(name=f"engine {n}", process=os.getppid(), node=here) for n in range(2)]
+    cluster: Any = SimpleNamespace(actors=engines)
+    facts = {"engine 0": {"version": 3, "in_flight": 5}, "engine 1": {"version": 2, "in_flight": 0}}
+    nodes = Nodes(cluster, lambda: facts)
+    deadline, lines = time.monotonic() + 60, {}
+    while "engine" not in lines and time.monotonic() < deadline:  # its process starts meanwhile
+        lines = {line["role"]: line for line in nodes.look()}
+    assert {"node", "driver", "engine"} == set(lines) and lines["driver"]["host"] == here
+    assert [lines["engine"][name] for name in ("version", "in_flight", "idle")] == [2, 5, 0.5]
+    assert "idle" not in lines["driver"]
+    ray.kill(nodes._lookers[here])
+    while nodes.look():  # until its end is known
+        assert time.monotonic() < deadline
+    while not nodes.look():  # until another one is there
+        assert time.monotonic() < deadline
