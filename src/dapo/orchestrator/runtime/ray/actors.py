@@ -7,6 +7,7 @@ was raised. What Ray itself raises then says one thing only: the process is gone
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import sys
@@ -31,6 +32,8 @@ from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.parallel.worker import RankWorker
 from dapo.util.asynchronous import in_thread
 
+WORD_SECONDS = 30.0
+"""Between two words of an engine that has nothing to tell, at most."""
 ENDED = None
 """In place of an event: a stream has no more."""
 
@@ -185,8 +188,10 @@ class Worker(Actor):
         self._heard.set()
 
     async def events(self) -> bytes:
-        """Wait for events; all that there are, and how many steps were decoded so far."""
-        await self._heard.wait()
+        """Wait for events, for half a minute at most; all that there are, and how many steps were decoded so far."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WORD_SECONDS):
+                await self._heard.wait()
         self._heard.clear()
         events, self._events = self._events, []
         return pickle.dumps((int(getattr(self._engine, "decode_steps", 0)), events))

@@ -11,12 +11,14 @@ import asyncio
 import contextlib
 import itertools
 import pickle
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from dapo.errors import UserError
 from dapo.orchestrator.runtime.ray.handles import GoneError, Remote
+from dapo.orchestrator.runtime.ray.seats import Ask, Seat
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.training.parallel.front import RankError
@@ -28,68 +30,10 @@ if TYPE_CHECKING:
 CLOSE_SECONDS = 10.0
 REPLACE_SECONDS = 600.0
 """For a new engine to be there: a node, a process, the model."""
-
-
-@dataclass(eq=False)
-class _Ask:
-    """A request, or what is left of it: of the engine at ``seat``, which knows it by ``key``, or waiting for one."""
-
-    request: Request
-    places: tuple[int, ...]
-    """Of its samples in the request as it came."""
-    events: asyncio.Queue[Sample | Draft | BaseException | None]
-    drafts: bool
-    came: set[int] = field(default_factory=set)
-    cancelled: bool = False
-    seat: _Seat | None = None
-    key: int = 0
-
-    @property
-    def unfinished(self) -> int:
-        return len(self.places) - len(self.came)
-
-    def again(self) -> _Ask:
-        """Itself, which is from now on what has not come, to be asked anew."""
-        left = [place for place in range(len(self.places)) if place not in self.came]
-        drafts = tuple(replace(d, index=left.index(d.index)) for d in self.request.drafts if d.index in left)
-        seeds = tuple(self.request.seeds[place] for place in left)
-        self.request = replace(self.request, seeds=seeds, drafts=drafts)
-        self.places, self.came, self.seat = tuple(self.places[place] for place in left), set(), None
-        return self
-
-    def take(self, event: Any) -> None:
-        if isinstance(event, Sample):
-            self.came.add(event.index)
-            if self.seat is not None:
-                self.seat.load -= 1
-        if isinstance(event, Sample | Draft):
-            event = replace(event, index=self.places[event.index])
-        self.events.put_nowait(event)
-
-
-@dataclass(eq=False)
-class _Seat:
-    """The place of one engine. Calls to it go out one after the other, so that they arrive in their order."""
-
-    remote: Remote
-    ready: bool = True
-    """Whether it is there, with the weights of the fleet's version."""
-    gone: bool = False
-    asked: dict[int, _Ask] = field(default_factory=dict)
-    load: int = 0
-    """Unfinished samples of those."""
-    decode_steps: int = 0
-    order: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """None, if it is gone: whoever waits for its events sees to that."""
-        with contextlib.suppress(GoneError):
-            async with self.order:
-                return await self.remote.call(method, *args)
-
-    def drop(self, ask: _Ask) -> None:
-        del self.asked[ask.key]
-        self.load -= ask.unfinished
+AGAIN_SECONDS = 60.0
+"""Until another attempt at that."""
+HUNG_SECONDS = 600.0
+"""Without a word or, while it has samples to write, a step: such an engine is ended, and replaced as one that died."""
 
 
 class Fleet:
@@ -114,13 +58,14 @@ class Fleet:
             in_turn: share requests out by number, and not by what engines have to do.
             closed: called when it is closed.
         """
-        self._seats = [_Seat(remote) for remote in engines]
+        self._seats = [Seat(remote) for remote in engines]
         self._make, self._tell, self._give, self._in_turn, self._then = make, tell, give, in_turn, closed
         self._keys, self._turns = itertools.count(), itertools.count()
-        self._waiting: list[_Ask] = []  # until there is an engine
+        self._waiting: list[Ask] = []  # until there is an engine
         self._failure: BaseException | None = None
         self._damaged: Exception | None = None
         self._version, self._paused, self._changing = version, False, False
+        self._coming_engines = 0  # that are being made
         self._tasks: set[asyncio.Task[None]] = set()
         self.replaced = self.asked_again = 0
         """Engines, and samples that were asked for once more, so far."""
@@ -157,7 +102,7 @@ class Fleet:
     async def stream(self, requests: Sequence[Request], *, drafts: bool = True) -> AsyncIterator[Sample | Draft]:
         """Of a sample whose engine died, drafts begin again."""
         events: asyncio.Queue[Sample | Draft | BaseException | None] = asyncio.Queue()
-        asks = [_Ask(request, tuple(range(len(request.seeds))), events, drafts) for request in requests]
+        asks = [Ask(request, tuple(range(len(request.seeds))), events, drafts) for request in requests]
         self._route(asks)
         left = len(asks)
         try:
@@ -237,7 +182,7 @@ class Fleet:
         if self._then is not None:
             await self._then()
 
-    async def _end(self, seat: _Seat) -> None:
+    async def _end(self, seat: Seat) -> None:
         await closed_in_time(lambda: seat.call("engine", "close"), CLOSE_SECONDS)
         seat.gone = True
         seat.remote.kill()
@@ -261,7 +206,7 @@ class Fleet:
             version, reached = await send([seat.remote.actor for seat in seats])
         self._changed(version, seats if reached is None else [seats[place] for place in reached])
 
-    def _changed(self, version: int, seats: Collection[_Seat] | None = None) -> None:
+    def _changed(self, version: int, seats: Collection[Seat] | None = None) -> None:
         self._version, self._changing = version, False
         for seat in self._seats:
             seat.ready = not seat.gone and (seats is None or seat in seats)
@@ -282,7 +227,7 @@ class Fleet:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 
-    def _route(self, asks: Sequence[_Ask]) -> None:
+    def _route(self, asks: Sequence[Ask]) -> None:
         if error := self._failure or self._damaged:
             for ask in asks:
                 ask.events.put_nowait(error)
@@ -291,7 +236,7 @@ class Fleet:
         if not able or self._changing:
             self._waiting += asks
             return
-        shares: dict[_Seat, list[tuple[int, Request, bool]]] = {}
+        shares: dict[Seat, list[tuple[int, Request, bool]]] = {}
         for ask in asks:
             seat = able[next(self._turns) % len(able)] if self._in_turn else min(able, key=lambda one: one.load)
             ask.seat, ask.key = seat, next(self._keys)
@@ -305,7 +250,7 @@ class Fleet:
         waiting, self._waiting = self._waiting, []
         self._route(waiting)
 
-    def _forget(self, asks: Sequence[_Ask]) -> None:
+    def _forget(self, asks: Sequence[Ask]) -> None:
         """Nobody reads these any more."""
         gone = {*asks}
         self._waiting = [ask for ask in self._waiting if ask not in gone]
@@ -317,9 +262,16 @@ class Fleet:
 
     async def _listen(self, number: int) -> None:
         seat = self._seats[number]
+        moved = time.monotonic()
         try:
             while True:
-                seat.decode_steps, events = pickle.loads(await seat.remote.get("events"))
+                async with asyncio.timeout(HUNG_SECONDS):  # it says something twice a minute
+                    steps, events = pickle.loads(await seat.remote.get("events"))
+                at_work = bool(steps and seat.load) and not (self._paused or self._changing)
+                if events or steps != seat.decode_steps or not at_work:
+                    moved, seat.decode_steps = time.monotonic(), steps
+                elif time.monotonic() - moved > HUNG_SECONDS:
+                    raise TimeoutError
                 for key, event in events:
                     if ask := seat.asked.get(key):
                         if not isinstance(event, Sample | Draft):
@@ -327,6 +279,9 @@ class Fleet:
                         ask.take(event)
         except GoneError as error:
             self._lost(number, error)
+        except TimeoutError:
+            seat.remote.kill()
+            self._lost(number, GoneError(f"{seat.remote} did not go on for {HUNG_SECONDS:g} s and was ended"))
 
     # --- one that dies ------------------------------------------------------------------------------------------------
 
@@ -371,23 +326,31 @@ class Fleet:
         self._begin(self._replace(number))
 
     async def _replace(self, number: int) -> None:
+        """Until there is one, or until none is left and none could be made."""
         assert self._make is not None
-        try:
-            async with asyncio.timeout(REPLACE_SECONDS):
-                remote = await self._make(number)
-        except Exception as error:
-            why = f"within {REPLACE_SECONDS:g} s" if isinstance(error, TimeoutError) else f"({error})"
-            self._tell(f"{self._seats[number].remote.name}: no other one could be started {why}")
-            if all(seat.gone for seat in self._seats):
+        for attempt in itertools.count():
+            self._coming_engines += 1
+            try:
+                async with asyncio.timeout(REPLACE_SECONDS):
+                    remote = await self._make(number)
+                break
+            except Exception as error:
+                why = f"within {REPLACE_SECONDS:g} s" if isinstance(error, TimeoutError) else f"({error})"
+            finally:
+                self._coming_engines -= 1
+            if not attempt:
+                self._tell(f"{self._seats[number].remote.name}: no other one could be started {why}; tried again")
+            if not self._coming_engines and all(seat.gone for seat in self._seats):
                 self.fail(FleetError(f"no engine is left, and no other one could be started {why}"))
-            return
-        seat = self._seats[number] = _Seat(remote, ready=False)
+                return
+            await asyncio.sleep(AGAIN_SECONDS)
+        seat = self._seats[number] = Seat(remote, ready=False)
         if self._paused:
             await seat.call("engine", "pause")
         self._begin(self._listen(number))
         await self._catch_up(seat)
 
-    async def _catch_up(self, seat: _Seat) -> None:
+    async def _catch_up(self, seat: Seat) -> None:
         """Have a new engine sample, once it has the weights of now. If there are newer ones, it gets those with the
         others."""
         given = 0 if self._give is None or self._changing else await self._give(seat.remote)
