@@ -87,10 +87,14 @@ def test_a_policy_is_trained_by_the_reward_model_of_a_phase_before(here):
     assert (here / "runs/method/sft/summary.json").stat().st_mtime_ns == before
     assert RunView.read(here / "runs/method/rl").state == "finished"
     assert CliRunner().invoke(app, ["phases", "method.yaml"]).exit_code == 2  # it is there already
-    for change in ("phases.reward.reward_model.centring=0.1", "phases.rl.rollout.temperature=0.5"):
-        done = CliRunner().invoke(app, ["phases", "method.yaml", "--resume", change])
-        assert done.exit_code == 2 and "would make it another one" in done.output  # done, but not with this
     more = METHOD["phases"]["sft"]["training"]["steps"] + 1
+    for change in ("phases.reward.reward_model.centring=0.1", "phases.rl.rollout.temperature=0.5"):
+        words = ["phases", "method.yaml", "--resume", f"phases.sft.training.steps={more}", change]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2 and "would make it another one" in done.output  # done, but not with this
+    assert RunView.read(here / "runs/method/sft").summary["steps"] == more - 1, (
+        "nothing was trained before that was said"
+    )
     assert "phase reward is not done again after sft" in invoke("--resume", f"phases.sft.training.steps={more}")
     assert RunView.read(here / "runs/method/sft").summary["steps"] == more
 

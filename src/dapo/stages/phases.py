@@ -73,21 +73,14 @@ def run_phases(
     Raises ConfigError: a phase is there already, or was another one; Stopped and UserError as the phases do."""
     from dapo.orchestrator.inputs import RunOverrides
     from dapo.orchestrator.launch import run_experiment
-    from dapo.orchestrator.resume import check_resumable
-    from dapo.stages.run import as_begun, run_stage
+    from dapo.stages.run import run_stage
 
     found: dict[str, Any] = {}
     trained = ""
-    for name, config in phases.items():
+    begun = {name: _as_begun(RunFolder(root / name), config, resume) for name, config in phases.items()}  # all, at once
+    for name, (config, there) in begun.items():
         folder = RunFolder(root / name)
-        there = is_run(folder.root)
-        if there and not resume:
-            raise ConfigError(f"{folder.root}: is there already; --resume goes on, or give another dir=FOLDER")
         if there:
-            if isinstance(config, Config):
-                check_resumable(folder, config)
-            else:
-                config = as_begun(folder, config)
             view = RunView.read(folder.root)
             if view.state == "finished" and view.config["training"]["steps"] == config.training.steps:
                 listener.phase(f"phase {name}: done before")
@@ -104,6 +97,21 @@ def run_phases(
             found[name] = run_stage(config, listener, again, shutdown)
         write_atomic(root / REPORT, report(found))
     return found
+
+
+def _as_begun(folder: RunFolder, config: StageConfig | Config, resume: bool) -> tuple[StageConfig | Config, bool]:
+    """The phase as it goes on in ``folder``, and whether it is there. Raises ConfigError: it is another one there."""
+    from dapo.orchestrator.resume import check_resumable
+    from dapo.stages.run import as_begun
+
+    if not is_run(folder.root):
+        return config, False
+    if not resume:
+        raise ConfigError(f"{folder.root}: is there already; --resume goes on, or give another dir=FOLDER")
+    if not isinstance(config, Config):
+        return as_begun(folder, config), True
+    check_resumable(folder, config)
+    return config, True
 
 
 def report(summaries: Mapping[str, Mapping[str, Any]]) -> str:
