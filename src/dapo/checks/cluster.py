@@ -21,20 +21,21 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
         return
     with extra("ray", "runtime.kind=ray"):
         import ray
-    address, here = config.runtime.address, "this machine"
+    address, here, joined = config.runtime.address, "this machine", ray.is_initialized()
     if address is None:
         nodes = [_this_machine()]
     else:
         here = f"the Ray cluster at {address}"
         try:
             require_answer(address)
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
+            ray.init(address=address, log_to_driver=False, configure_logging=False, ignore_reinit_error=True)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         except Exception as error:
             yield Finding("machine", "cluster", "fail", f"{here} does not answer: {first_line(error)}", IF_NO_ANSWER)
             return
         finally:
-            ray.shutdown()
+            if not joined:  # whoever had joined it stays
+                ray.shutdown()
     wanted = bundles(config, any(node.get("GPU") for node in nodes))
     cpus = sum(bundle.cpus for bundle in wanted)
     told = told_of(nodes)
