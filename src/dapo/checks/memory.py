@@ -277,7 +277,8 @@ def _left_in_containers() -> Iterator[int]:
 
 def check_memory(context: CheckContext) -> Iterator[Finding]:
     shape, config = context.need(context.shape, "model"), context.config
-    if config.runtime.kind == "ray":  # `dapo plan` says what each worker takes
+    if config.runtime.kind == "ray":
+        yield Finding("machine", "memory", "skip", "what each worker takes is told by dapo plan")
         return
     elsewhere = context.device is None and config.runtime.device == "cuda"  # a recipe for another machine
     on_gpu = elsewhere or context.need(context.device, "device").type == "cuda"

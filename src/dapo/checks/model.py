@@ -370,6 +370,9 @@ def check_chat(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_weights(context: CheckContext) -> Iterator[Finding]:
+    if context.config.runtime.kind == "ray":
+        yield Finding("model", "weights", "skip", "they are loaded by the workers only")
+        return
     config = context.config
     context.need(context.shape, "model")
     device = context.need(context.device, "device")

@@ -23,6 +23,7 @@ from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.training.parallel.front import RankError
 from dapo.util.asynchronous import closed_in_time
+from dapo.util.terminal import counted
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,7 @@ class Fleet:
 
     @property
     def about(self) -> str:
-        return f"{len(self._seats)} engines: {', '.join(str(seat.remote) for seat in self._seats)}"
+        return f"{counted(len(self._seats), 'engine')}: {', '.join(str(seat.remote) for seat in self._seats)}"
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
         return cast(AsyncIterator[Sample], self.stream(requests, drafts=False))
