@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
-from dapo.algorithm.preference import Statistics
 from dapo.data.examples import Example
 from dapo.records import TokenBatch
 from dapo.stages.stage import Stage
-from dapo.training.learner import LocalLearner
-from dapo.training.objective_protocol import Objective, Unit, unit_of
+from dapo.training.learner import LocalLearner, Watched
+from dapo.training.objective_protocol import Objective
 from dapo.training.trainer import Trainer
 from dapo.util.asynchronous import in_thread
-from dapo.util.shutdown import Stopped
 
 
 class StageLearner(LocalLearner):
@@ -32,7 +27,7 @@ class StageLearner(LocalLearner):
 
     @property
     def watched_objective(self) -> Objective:
-        return _Watched(self._stage.objective, self._out_of_time)
+        return Watched(self._stage.objective, self._out_of_time)
 
     def inputs(self, mini: TokenBatch) -> Any:
         return self._stage.inputs(mini, self.trainer.device)
@@ -40,20 +35,3 @@ class StageLearner(LocalLearner):
     async def evaluate(self, heldout: Sequence[Example]) -> dict[str, float]:
         """Metrics ``eval/...`` of the present weights on held-out rows."""
         return await self._compute(self._stage.evaluate, self.trainer, heldout)
-
-
-@dataclass(frozen=True, slots=True)
-class _Watched:
-    """An objective that ends an update which there is no time left for."""
-
-    objective: Objective
-    out_of_time: Callable[[], bool]
-
-    @property
-    def unit(self) -> Unit:
-        return unit_of(self.objective)
-
-    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, Statistics]:
-        if self.out_of_time():
-            raise Stopped("there is no time left for this update")
-        return self.objective(logprobs, entropy, inputs)

@@ -223,7 +223,7 @@ class LocalLearner:
     def watched_objective(self) -> Objective:
         """The same as it is trained on: with all statistics, and an eye on the time."""
         estimator = None if self._own is None else self._config.algorithm.kl.estimator
-        return _Guarded(self.objective, estimator, self._out_of_time)
+        return Watched(_Measured(self.objective, estimator), self._out_of_time)
 
     def inputs(self, mini: TokenBatch) -> TokenInputs:
         """What the objective gets to know of an optimizer mini-batch, which is the next one to be trained on."""
@@ -284,13 +284,10 @@ def _try(objective: Any, what: str, config: Config) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Guarded:
-    """An objective that ends an update which there is no time left for, between two chunks of tokens, and that knows
-    an interpolated pi_prox. ``estimator``: of the KL among the statistics that are measured whatever is minimised;
-    None: it measures them itself."""
+class Watched:
+    """An objective that ends an update which there is no time left for, between two chunks of tokens."""
 
     objective: Objective
-    estimator: KLEstimator | None
     out_of_time: Callable[[], bool]
 
     @property
@@ -300,6 +297,22 @@ class _Guarded:
     def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, Stats]:
         if self.out_of_time():
             raise Stopped("there is no time left for this update")
+        return self.objective(logprobs, entropy, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """An objective that knows an interpolated pi_prox. ``estimator``: of the KL among the statistics that are measured
+    whatever is minimised; None: it measures them itself."""
+
+    objective: Objective
+    estimator: KLEstimator | None
+
+    @property
+    def unit(self) -> Unit:
+        return unit_of(self.objective)
+
+    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, Stats]:
         inputs = inputs.resolved(logprobs)
         if self.estimator is None:
             return self.objective(logprobs, entropy, inputs)
