@@ -552,7 +552,9 @@ def test_drafts_that_cannot_be_continued_are_refused(drafts: list, message: str)
         collect(make_engine(), [Request(3, (5,), (1, 2), PLAIN, (stopped,))])
 
 
-def test_a_stream_shows_each_sample_growing_before_it_comes() -> None:
+def test_a_stream_shows_each_sample_growing_before_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a draft at every step, however fast the steps are
+    monkeypatch.setattr("dapo.rollout.native.engine.DRAFT_SECONDS", 0)
     request = Request(7, (5, 6), (1, 2, 3), Sampling(1.0, 12))
 
     async def run() -> list:
