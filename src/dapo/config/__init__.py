@@ -4,6 +4,7 @@ Unknown keys are refused with the nearest valid one named; impossible combinatio
 and a working value proposed. Defaults are the paper's (arXiv 2503.14476) and, where it is silent, its released code's.
 Names of sizes say what they count: prompts, samples, groups or tokens."""
 
+from dapo.config.algorithm import AlgorithmConfig
 from dapo.config.composed_reward import ComposeReward, MonitorConfig, RewardConfig
 from dapo.config.data import DataConfig
 from dapo.config.messages import all_keys
@@ -19,7 +20,7 @@ from dapo.config.reward import (
     ModelReward,
     ServerReward,
 )
-from dapo.config.sections import AlgorithmConfig, EvaluationConfig, TrainingConfig
+from dapo.config.sections import EvaluationConfig, TrainingConfig
 from dapo.config.tree import Config, warnings_for
 
 __all__ = ["AlgorithmConfig", "CodeReward", "ComposeReward", "Config", "DataConfig", "EvaluationConfig", "ExactReward"]

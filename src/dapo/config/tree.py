@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dapo.config import sections
+from dapo.config.algorithm import AlgorithmConfig
 from dapo.config.composed_reward import MonitorConfig, RewardConfig
 from dapo.config.data import DataConfig
 from dapo.config.placement import conflicts_of_placement
@@ -28,7 +29,7 @@ class Config(Section):
     rollout: sections.RolloutConfig = sections.RolloutConfig()
     reward: RewardConfig = MathReward()
     monitor: MonitorConfig = MonitorConfig()
-    algorithm: sections.AlgorithmConfig = sections.AlgorithmConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     training: sections.TrainingConfig = sections.TrainingConfig()
     evaluation: sections.EvaluationConfig = sections.EvaluationConfig()
     runtime: RuntimeConfig = RuntimeConfig()
