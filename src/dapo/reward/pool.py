@@ -13,12 +13,11 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from dapo.errors import RewardError
 from dapo.reward.batching import begin
-from dapo.reward.worker import HEADER, encode
+from dapo.reward.worker import HEADER, children_of, encode, processor_s
 
 _START_TIMEOUT_S = 120.0
 """For the imports of a worker on a busy machine."""
@@ -197,8 +196,7 @@ class _Worker:
     def cpu_s(self) -> float:
         """Processor time of the process in seconds; 0 if it is not known."""
         with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+            return sum(processor_s(self.process.pid)[:2])
         return 0.0
 
     async def exchange(self, message: bytes) -> dict[str, Any]:
@@ -251,8 +249,5 @@ def _kill_descendants(root: int) -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    found: list[int] = []
-    for file in Path(f"/proc/{root}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread, or the process, is gone
-            found += map(int, file.read_text().split())
+    found = children_of(root)
     return found + [pid for child in found for pid in _descendants(child)]

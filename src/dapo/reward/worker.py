@@ -41,7 +41,7 @@ def main() -> None:
     if setup is None:
         return
     _die_with_parent(setup["parent"])
-    _keep_orphans()
+    adopt_orphans()
     # after everything installed: a file of the user's named like a module of the library must not replace it
     sys.path.append(str(Path.cwd()))
     replies = _Replies(sink)
@@ -110,10 +110,26 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _keep_orphans() -> None:
-    """Become the parent of orphans that user code leaves, so that they are found and killed (Linux only)."""
+def adopt_orphans() -> None:
+    """Become the parent of processes below this one whose own parent has ended, so that they are found and killed, and
+    their end can be waited for (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process is gone
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # the thread is
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def processor_s(pid: int) -> list[float]:
+    """Seconds of processor time: its own in user mode and in the kernel, and those of children it has waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:15]]
 
 
 def limit_memory(extra_bytes: int) -> None:

@@ -43,12 +43,9 @@ class Evaluator:
     def begin(self, channel: socket.socket, tests: Sequence[Snippet]) -> int:
         """Start to evaluate ``tests`` in order with the program at the other end of ``channel``, which is closed here.
 
-        Returns:
-            the file descriptor of the reports, lines of JSON: ``[outcome, detail]`` for each test, then ``null``. They
-            end early after a test that the program or this process did not survive.
-
-        Raises:
-            OSError: no process can be started.
+        Returns the file descriptor of the reports, lines of JSON: ``[outcome, detail]`` for each test, then ``null``.
+        They end early after a test that the program or this process did not survive.
+        Raises OSError: no process can be started.
         """
         job = marshal.dumps([(test.source, test.free, test.known, test.has_variables) for test in tests])
         for _ in range(2):  # it may have died since

@@ -77,17 +77,13 @@ class Grader:
         while (done := len(verdict.outcomes)) < len(tests):
             if not verdict.compiles:
                 verdict.add(ERROR, "the program does not compile", len(tests) - done)
-            elif self._is_over() or (self._config.score == "all" and TIMEOUT in verdict.outcomes):
+            elif time.monotonic() >= self._end or (self._config.score == "all" and TIMEOUT in verdict.outcomes):
                 verdict.add(TIMEOUT, "no time is left", len(tests) - done)
             elif isinstance(test := tests[done], InOut):
                 self._run_script(source, test, verdict)
             else:
                 self._run_module(source, tests[done:], prelude, verdict)  # type: ignore[arg-type]
         return verdict
-
-    def _is_over(self) -> bool:
-        """Whether the time for all tests is used up."""
-        return time.monotonic() >= self._end
 
     def _clock(self, program: Program) -> Clock:
         return Clock(program, (self._memory, self._processes))
@@ -125,9 +121,8 @@ class Grader:
                         return
                     verdict.add(*report)
                     clock.restart()
-                if self._is_over() and len(verdict.outcomes) > first:
-                    break
-                if not part:  # a value was too much for it
+                over = time.monotonic() >= self._end and len(verdict.outcomes) > first
+                if over or not part:  # nothing: a value was too much for it
                     break
         except TimeUp:
             verdict.add(TIMEOUT, "its time is up")

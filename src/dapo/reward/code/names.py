@@ -19,19 +19,9 @@ from typing import Any
 
 MODULES = frozenset(
     (
-        *(
-            "bisect",
-            "cmath",
-            "collections",
-            "copy",
-            "datetime",
-            "decimal",
-            "fractions",
-            "functools",
-            "heapq",
-            "itertools",
-        ),
-        *("json", "math", "operator", "random", "re", "statistics", "string", "sys", "time", "types", "typing"),
+        *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq"),
+        *("itertools", "json", "math", "operator", "random", "re", "statistics", "string", "sys", "time", "types"),
+        "typing",
     )
 )
 """Modules that a test may mention without importing them."""
@@ -51,13 +41,8 @@ _NAMES = {
     for name in names.split()
 }
 _KNOWN = frozenset(dir(builtins)) | MODULES | _NAMES.keys()
-_MATH = {
-    name: module
-    for module, names in {
-        "math": "copysign cos degrees exp fabs fsum hypot isfinite isinf isqrt log log10 log2 radians sin tan trunc",
-    }.items()
-    for name in names.split()
-}
+_FUNCTIONS = "copysign cos degrees exp fabs fsum hypot isfinite isinf isqrt log log10 log2 radians sin tan trunc"
+_MATH = dict.fromkeys(_FUNCTIONS.split(), "math")
 """Names that a test takes from the standard library if it is known that another one is tested."""
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.comprehension)
 
@@ -113,8 +98,7 @@ def read_tests(value: Any, entry_point: str | None, tolerance: Any = None) -> Te
         entry_point: the name that the tests call, such as ``add`` or ``Solution().add``; None: not known.
         tolerance: the row's own, for printed numbers; None: it has none.
 
-    Raises:
-        ValueError: what is wrong with them, in words.
+    Raises ValueError: what is wrong with them, in words.
     """
     if isinstance(value, str):
         try:
@@ -205,14 +189,11 @@ def _parse(source: str, place: int, entry_point: str | None) -> tuple[str, ast.M
             table = symtable.symtable(source, "test", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"test {place} is not Python ({error}): {source.strip()[:80]!r}") from None
-    names, bound = set(_outside(table)), _bound(table)
+    names = set(_outside(table))
+    bound = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
     if "check" in bound and "check" not in names and entry_point:
         return _parse(f"{source}\n\ncheck({entry_point})\n", place, entry_point)
     return source, tree, names - bound, bound
-
-
-def _bound(table: symtable.SymbolTable) -> set[str]:
-    return {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
 
 
 def _outside(table: symtable.SymbolTable, top: bool = True) -> Iterator[str]:

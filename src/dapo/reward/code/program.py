@@ -7,7 +7,6 @@ its exit status; waits with limits that the program cannot stretch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import marshal
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.reward.code.runner import CONFINED, MALFORMED, READY
+from dapo.reward.worker import children_of, processor_s
 
 _START_S = 60.0
 """Longest time for an empty sandbox to stand on a busy machine."""
@@ -29,7 +29,6 @@ _LOOK_EVERY_S = 0.1
 _MOST_FILES = 20_000
 """In the scratch folder, whose size limit does not count what the kernel keeps about each of them."""
 _WORDS = 4096
-_PR_SET_CHILD_SUBREAPER = 36
 _STRETCH = 4
 """Most that a limit is stretched on a machine that is too busy to run the program."""
 
@@ -102,12 +101,8 @@ class Program:
     def load(self, limit_s: float, limits: tuple[int, int]) -> bytes:
         """Wait until the program's top level has run, of one that is loaded as a module.
 
-        Returns:
-            the status byte: LOADED, MALFORMED or RAISED, or nothing if it ended.
-
-        Raises:
-            TimeUp: it takes longer than ``limit_s``.
-            OverLimit: see :meth:`look`.
+        Returns the status byte: LOADED, MALFORMED or RAISED, or nothing if it ended.
+        Raises TimeUp: it takes longer than ``limit_s``; OverLimit: see :meth:`look`.
         """
         for _ in Clock(self, limits).ticks(limit_s, [self.channel.fileno()]):
             with contextlib.suppress(ConnectionError):
@@ -162,12 +157,12 @@ class Program:
             if pid == self._first and not self._own_group:  # bubblewrap's own
                 continue
             with contextlib.suppress(OSError, ValueError, IndexError):
-                self._took[pid] = (sum(_ticks(pid)[:2]), _peak(pid))
+                self._took[pid] = (sum(processor_s(pid)[:2]), _peak(pid))
 
     def _family(self) -> list[int]:
         found, new = [self._first], [self._first]
         while new and len(found) < 10_000:
-            children = [child for pid in new for child in _children(pid)]
+            children = [child for pid in new for child in children_of(pid)]
             new = [child for child in children if child not in found]
             found += new
         return found
@@ -179,7 +174,7 @@ class Program:
         self._note(family)
         for pid in family:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                cpu_s += sum(_ticks(pid)[0 if pid != self._first or self._own_group else 2 :])
+                cpu_s += sum(processor_s(pid)[0 if pid != self._first or self._own_group else 2 :])
         with contextlib.suppress(OSError, ValueError, IndexError):
             cpu_s = max(cpu_s, int(Path(f"/proc/{main}/schedstat").read_text().split()[0]) / 1e9)
         return self._usage(0, cpu_s, 0)
@@ -189,7 +184,7 @@ class Program:
         return Usage(status, max(cpu_s, seen_s), max((memory_bytes, *(peak for _, peak in self._took.values()))))
 
     def _main(self) -> int:
-        return self._first if self._own_group else (_children(self._first) or [self._first])[0]
+        return self._first if self._own_group else (children_of(self._first) or [self._first])[0]
 
     def waited_s(self) -> float:
         """For how long its main process has been ready to run while the machine did other things."""
@@ -213,7 +208,7 @@ class Program:
         """Wait for the end of all of it.
 
         bubblewrap reports the exit status and ends; the first process inside, which goes with it, is then a child of
-        this process (see :func:`adopt_orphans`), and knows what all others took.
+        this process (see :func:`~dapo.reward.worker.adopt_orphans`), and knows what all others took.
         """
         if self.usage is None:
             _, status, used = os.wait4(self.process.pid, 0)
@@ -303,26 +298,6 @@ class Clock:
             if self.is_up(limit_s):
                 raise TimeUp
             self._look()
-
-
-def adopt_orphans() -> None:
-    """Become the parent of processes below this one whose own parent has ended, so that their end can be waited for."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
-    return found
-
-
-def _ticks(pid: int) -> list[float]:
-    """Seconds of processor time: its own in user mode and in the kernel, and those of children it has waited for."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:15]]
 
 
 def _peak(pid: int) -> int:

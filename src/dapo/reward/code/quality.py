@@ -61,11 +61,8 @@ def _statements(program: str) -> int:
         nodes = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.stmt)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 0
-    return sum(not _is_idle(node) for node in nodes)
-
-
-def _is_idle(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    idle = [isinstance(n, ast.Pass) or (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)) for n in nodes]
+    return idle.count(False)
 
 
 def efficiency(program: Usage, reference: Usage) -> float:

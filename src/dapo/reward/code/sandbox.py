@@ -27,8 +27,9 @@ from typing import Literal
 
 from dapo.errors import RewardError
 from dapo.reward.code import runner, values
-from dapo.reward.code.program import Program, SandboxFailed, adopt_orphans
+from dapo.reward.code.program import Program, SandboxFailed
 from dapo.reward.code.seccomp import make_filter
+from dapo.reward.worker import adopt_orphans
 
 INSTALL = "install bubblewrap (`apt-get install bubblewrap`, version 0.7 or newer)"
 _PACKAGES = "/packages"
@@ -61,15 +62,9 @@ class SandboxLimits:
 
 
 class Sandbox:
-    """Starts programs.
-
-    Args:
-        kind: ``none`` runs programs as plain processes with the rights of this one.
-        packages: installed packages that programs may import beside the standard library.
-
-    Raises:
-        RewardError: a package is not installed.
-    """
+    """Starts programs. ``kind``: ``none`` runs them as plain processes with the rights of this one. ``packages``:
+    installed ones that programs may import beside the standard library.
+    Raises RewardError: a package is not installed."""
 
     def __init__(
         self, limits: SandboxLimits, kind: Literal["bubblewrap", "none"] = "bubblewrap", packages: Sequence[str] = ()
@@ -113,8 +108,7 @@ class Sandbox:
             script: run it from its top with pipes as standard input and output; else load it as a module, for calls.
             prelude: give a module the usual imports.
 
-        Raises:
-            SandboxFailed: the sandbox does not start, for reasons that are not the program's.
+        Raises SandboxFailed: the sandbox does not start, for reasons that are not the program's.
         """
         with contextlib.ExitStack() as stack:
             folder = None
@@ -122,16 +116,10 @@ class Sandbox:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             program = self._spawn(script, folder)
             stack.callback(program.end)
-            program.boot(_runner_code(), (source, script, prelude, self._rlimits(), self._user(), self._paths()))
+            paths = sorted({_PACKAGES if folder is None else str(Path(one).parent) for one in self._packages})
+            user = _INNER_USER if self._maps_users else None
+            program.boot(_runner_code(), (source, script, prelude, self._rlimits(), user, paths))
             yield program
-
-    def _user(self) -> int | None:
-        return _INNER_USER if self._maps_users else None
-
-    def _paths(self) -> list[str]:
-        if self._kind == "bubblewrap":
-            return [_PACKAGES] if self._packages else []
-        return sorted({str(Path(folder).parent) for folder in self._packages})
 
     def _rlimits(self) -> dict[str, int]:
         limits = {
@@ -150,8 +138,7 @@ class Sandbox:
         closing: list[int] = []
         inherited = [theirs.fileno()]
         options = ["-I", "-S", "-E", "-X", "utf8", "-X", "int_max_str_digits=0", "-c"]
-        command = [self._python, *options, _BOOT, str(theirs.fileno())]
-        command.append(str(len(_runner_code())))
+        command = [self._python, *options, _BOOT, str(theirs.fileno()), str(len(_runner_code()))]
         info = block = None
         if self._kind == "bubblewrap":
             info, info_end = os.pipe()

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 _SMALL = 2**62
 _TAGS: "dict[type, str]" = {tuple: "t", set: "s", frozenset: "f"}
-_TYPES: "dict[str, Any]" = {"t": tuple, "s": set, "f": frozenset}
+_BUILDERS: "dict[str, Callable[[Any], Any]]" = {
+    **{tag: kind for kind, tag in _TAGS.items()},
+    **{"b": bytes.fromhex, "B": bytearray.fromhex, "i": lambda body: int(body, 16), "c": lambda body: complex(*body)},
+    **{"r": lambda body: range(*body), "l": lambda body: slice(*body)},
+    "d": lambda body: dict(zip(body[::2], body[1::2], strict=True)),
+}
 
 
 def pack(value: "Any", other: "Callable[[Any], Any]") -> "Any":
@@ -53,23 +58,7 @@ def build(node: "dict[str, Any]", other: "Callable[[str, Any], Any]") -> "Any":
     """The value of a tagged node whose body has been built already.
     Raises ValueError, TypeError: the node is malformed, or holds what cannot be hashed where it must be."""
     [(tag, body)] = node.items()
-    if tag in _TYPES:
-        return _TYPES[tag](body)
-    if tag == "d":
-        return dict(zip(body[::2], body[1::2], strict=True))
-    if tag == "i":
-        return int(body, 16)
-    if tag == "c":
-        return complex(*body)
-    if tag == "b":
-        return bytes.fromhex(body)
-    if tag == "B":
-        return bytearray.fromhex(body)
-    if tag == "r":
-        return range(*body)
-    if tag == "l":
-        return slice(*body)
-    return other(tag, body)
+    return _BUILDERS[tag](body) if tag in _BUILDERS else other(tag, body)
 
 
 class _Escapes(dict[int, str]):
