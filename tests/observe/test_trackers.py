@@ -123,11 +123,6 @@ def test_a_missing_service_names_its_extra(name: str, monkeypatch: pytest.Monkey
         check_trackers(build_config({"model": {"path": "m"}, "run": {"trackers": [name]}}))
 
 
-def test_the_key_of_older_recipes_still_holds() -> None:
-    for value, trackers in ((True, ["tensorboard"]), (False, [])):
-        assert build_config({"model": {"path": "m"}, "run": {"tensorboard": value}}).run.trackers == trackers
-
-
 # --- a tracker never ends a run ---------------------------------------------------------------------------------------
 
 

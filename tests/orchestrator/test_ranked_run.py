@@ -108,7 +108,7 @@ def left_by(folder: Path) -> tuple[Any, ...]:
     begun, ended = (json.loads(file.read_text()) for file in (of_run.fingerprint, of_run.summary))
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if ".safetensors" not in path.name]
     return (
-        {name: begun[name] for name in ("device", "model", "tokenizer", "prompts")},
+        {name: begun[name] for name in ("device", "model", "tokenizer", "prompt")},
         {name: ended[name] for name in ("steps", "updates", "stopped")},
         {file.name: file.read_text() for file in of_run.model_after.glob("*.json") if ".index." not in file.name},
         sorted(name for name in names if not name.startswith("samples")),

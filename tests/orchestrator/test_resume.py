@@ -324,19 +324,6 @@ def test_a_changed_data_file_is_refused_with_the_difference(stopped: Path) -> No
     assert "what it started from has changed" in output and "data.train" in output and "train.jsonl" in output
 
 
-def test_a_run_of_an_older_version_that_is_refused_is_told_so(stopped: Path) -> None:
-    """Versions that recorded no prompts read some tokenizers in another way."""
-    file = stopped / "run" / "fingerprint.json"
-    then = json.loads(file.read_text())
-    then["tokenizer"]["hash"] = "other"
-    file.write_text(json.dumps(then))
-    assert "older version" not in go_on(stopped, "training.steps=2", code=1)
-    del then["prompts"]
-    file.write_text(json.dumps(then))
-    said = " ".join(go_on(stopped, "training.steps=2", code=1).split())
-    assert "tokenizer.hash: was" in said and "older version of dapo" in said and "environment.json" in said
-
-
 def test_a_changed_model_is_refused(stopped: Path) -> None:
     tiny_model(seed=1).save_pretrained(stopped / "model")
     output = go_on(stopped, "training.steps=2", code=1)
@@ -869,11 +856,3 @@ def test_other_prompts_are_refused(dated: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.hash: was"):
         run_dated(dated, resume=True)
 
-
-def test_a_run_whose_record_knows_no_prompts_goes_on(dated: Path) -> None:
-    file = RunFolder(dated / "run").fingerprint
-    recorded = json.loads(file.read_text())
-    del recorded["prompts"], recorded["prompt"]
-    write_json(file, recorded)
-    run_dated(dated, resume=True)
-    assert len(steps_of(dated / "run")) == 2

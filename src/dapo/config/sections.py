@@ -221,13 +221,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _older_key(cls, data: Any) -> Any:
-        """A name for a list of one; and `tensorboard: true`, as there was before there were others."""
-        if not isinstance(data, dict):
-            return data
-        data = dict(data)
-        if isinstance(data.get("trackers"), str):
-            data["trackers"] = [data["trackers"]]
-        if isinstance(data.get("tensorboard"), bool) and data.pop("tensorboard"):
-            data["trackers"] = [*(data.get("trackers") or []), "tensorboard"]
-        return data
+    def _one_tracker(cls, data: Any) -> Any:
+        """A name for a list of one."""
+        one = isinstance(data, dict) and isinstance(data.get("trackers"), str)
+        return data | {"trackers": [data["trackers"]]} if one else data

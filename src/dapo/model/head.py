@@ -63,8 +63,7 @@ def token_logprobs(
     Returns:
         ``(logprobs [R], entropy [R])``, float32, in nats.
 
-    Raises:
-        ValueError: temperature or chunk size not above 0, or shapes that do not match.
+    Raises ValueError: temperature or chunk size not above 0, or shapes that do not match.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")

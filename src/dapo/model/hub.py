@@ -15,10 +15,7 @@ LONGEST_NAME = 96
 def from_where(name: str) -> dict[str, Any]:
     """Arguments for ``from_pretrained`` with which a model that is not on this machine is given up at once where the
     hub cannot be reached. One that is, a folder or in the cache, is loaded without asking then.
-
-    Raises:
-        ModelError: it is a file, which would be asked for on the hub.
-    """
+    Raises ModelError: it is a file, which would be asked for on the hub."""
     if Path(name).expanduser().is_file():
         raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
     return {} if Path(name).expanduser().is_dir() or hub_answers() else {"local_files_only": True}

@@ -46,10 +46,7 @@ def as_its_file_says(tokenizer: Any, name: str) -> Any:
     and end texts, and the chat template, stay as tokenizer_config.json says. The files stay with the tokenizer, as
     ``source_files``, for :func:`save_tokenizer`.
     ``name``: what it was loaded by. Without a tokenizer.json there is nothing to compare with.
-
-    Raises:
-        ModelError: the files contradict each other, or what they say cannot be had.
-    """
+    Raises ModelError: the files contradict each other, or what they say cannot be had."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

@@ -115,8 +115,6 @@ class Checkpoints:
                 "model/ that is intact can be its model.path"
             )
         if intact is not None:
-            if not (intact / MANIFEST).is_file():
-                tell(f"{intact}: was written by an earlier version, without {MANIFEST}: its files cannot be checked")
             for bad, why in damaged:
                 names = (f"damaged-{bad.name}" + (f".{number}" if number > 1 else "") for number in count(1))
                 aside = bad.replace(next(path for name in names if not (path := bad.with_name(name)).exists()))
@@ -124,13 +122,12 @@ class Checkpoints:
         return intact
 
     def find_intact(self) -> tuple[Path | None, list[tuple[Path, str]]]:
-        """The furthest checkpoint whose files are those that were written, or that is too old to tell, and the damaged
-        ones after it, with what is wrong with them. Reads all of their files, and changes nothing."""
+        """The furthest checkpoint whose files are those that were written, and the damaged ones after it, with what is
+        wrong with them. Reads all of their files, and changes nothing."""
         damaged: list[tuple[Path, str]] = []
         for place in reversed(self.places()):
             folder = self._folder / place.name
-            problems = damages(folder)
-            if not problems:
+            if not (problems := damages(folder)):
                 return folder, damaged
             damaged.append((folder, "; ".join(problems)))
         return None, damaged
@@ -210,14 +207,14 @@ class Checkpoints:
             )
 
 
-def damages(folder: Path, quick: bool = False) -> list[str] | None:
-    """What is wrong with the files of a checkpoint, compared with its manifest; None: it is older than manifests.
+def damages(folder: Path, quick: bool = False) -> list[str]:
+    """What is wrong with the files of a checkpoint, compared with its manifest.
     ``quick``: compare their sizes only, and read none of them."""
     try:
         manifest = read_json(folder / MANIFEST)
         files = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
     except FileNotFoundError:
-        return [f"{MANIFEST} is missing"] if _has_format(folder) else None
+        return [f"{MANIFEST} is missing"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"]
     if not files:
@@ -235,15 +232,6 @@ def _damage(path: Path, name: str, size: int, digest: str | None) -> str | None:
         return None if digest in (None, file_hash(path)) else f"{name} is not what was written: its SHA-256 differs"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-
-
-def _has_format(folder: Path) -> bool:
-    """Whether the state of a checkpoint says that there was a manifest."""
-    try:
-        state = read_json(folder / "state.json", most=2**30)
-    except (OSError, ValueError):
-        return True  # not whole, whatever it is
-    return isinstance(state, dict) and "format" in state
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:

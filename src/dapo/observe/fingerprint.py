@@ -44,7 +44,6 @@ def fingerprint(
     return {
         **of_model,
         "tokenizer": fingerprint_tokenizer(tokenizer),
-        "prompts": short_hash([one.token_ids for one in (prompt, *heldout)]),
         "prompt": short_hash(prompt.token_ids),
         "data.train": train,
         "evaluation.data": fingerprint_prompts(heldout),
@@ -127,9 +126,6 @@ def _hash_of_file(file: Path) -> str | None:
         return None  # said with its reason when it is loaded
 
 
-_LATER = ("device", "prompts", "prompt", "run.trackers")  # what older versions did not record, or is dropped below
-
-
 def check_fingerprint(
     file: Path, now: Mapping[str, Any], listener: Listener, deterministic: bool = False
 ) -> list[Difference]:
@@ -145,14 +141,10 @@ def check_fingerprint(
             unknown = "whether data and model are still the same is not known, nor what was changed so far"
             listener.warning(f"{file}: cannot be read, so {unknown}")
         return []
-    # resume.py has looked at the first ones, and trackers only hear
-    for name in ("settings", "in_memory", "changes", "run.trackers"):
-        then.pop(name, None)
-    of_older = "prompts" in now.keys() - then.keys()
-    if "prompt" in then:  # without the rows to evaluate on, which may be others
-        then.pop("prompts", None)
-    known = {key: value for key, value in now.items() if key in then or key not in _LATER}
-    changed = list(differences(then, json.loads(json.dumps(plain(known)))))
+    # resume.py has looked at the first ones, trackers only hear, and the rows to evaluate on may be others
+    ignored = ("settings", "in_memory", "changes", "run.trackers", "prompts")
+    then, now = ({name: one for name, one in found.items() if name not in ignored} for found in (then, now))
+    changed = list(differences(then, json.loads(json.dumps(plain(now)))))
     allowed = ("reward", "objective", "advantage", "engine", "evaluation", *(() if deterministic else ("device",)))
     of_source = ("source.file",)  # its code may be mended; another source could not go on from its position
     refused = [
@@ -160,8 +152,7 @@ def check_fingerprint(
     ]
     if refused:
         lines = [f"{file.parent}: cannot go on with this run, because what it started from has changed:", *refused]
-        older = "An older version of dapo began it, and read some tokenizers otherwise: go on with it"
-        raise UserError("\n".join([*lines, f"{older} (environment.json)"] if of_older else lines))
+        raise UserError("\n".join(lines))
     for found in changed:
         listener.warning(f"the {found.key.partition('.')[0]} is not the one that the run started with: {found}")
     return changed

@@ -93,8 +93,7 @@ class RunFolder:
             command: the command line to record; by default this process's own.
             tell: hears where an earlier run went that was in the way.
 
-        Raises:
-            UserError: the folder exists and ``run.if_exists`` is ``fail``, or it cannot be made or written to.
+        Raises UserError: the folder exists and ``run.if_exists`` is ``fail``, or it cannot be made or written to.
         """
         root = Path(config.run.dir or "runs/run")
         try:

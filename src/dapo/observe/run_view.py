@@ -113,11 +113,8 @@ class RunView:
 
     @property
     def hacking(self) -> dict[str, list[int]]:
-        """Steps with signs of reward hacking, by sign; under ``""`` those of older runs, which do not say which."""
-        found: dict[str, list[int]] = {sign: [] for sign in (*HACKING, "")}
-        for entry in (e for e in self.metrics if (e.get("monitor/alarms") or 0) > 0):
-            for sign in [sign for sign in HACKING if entry.get(f"monitor/alarms/{sign}")] or [""]:
-                found[sign].append(entry["step"])
+        """Steps with signs of reward hacking, by sign."""
+        found = {sign: [e["step"] for e in self.metrics if e.get(f"monitor/alarms/{sign}")] for sign in HACKING}
         return {sign: steps for sign, steps in found.items() if steps}
 
     def changes_of_reward(self, config: Config) -> list[str]:
@@ -179,10 +176,8 @@ class RunView:
         """On the evaluation rows, before training and at the last evaluation after it began."""
         found = [(e["step"], e["eval/accuracy"]) for e in self.metrics if e.get("eval/accuracy") is not None]
         before = next((value for step, value in found if step == 0), self.summary.get("accuracy_before"))
-        before = None if self.comparable_from else before
-        # an earlier version summed up a run that was evaluated only before it with that number, as if of after
-        known = None if found and self.steps_done else self.summary.get("accuracy_after")
-        return before, next((value for step, value in reversed(found) if step), known)
+        after = next((value for step, value in reversed(found) if step), self.summary.get("accuracy_after"))
+        return None if self.comparable_from else before, after
 
     @property
     def checkpoints(self) -> list[str]:

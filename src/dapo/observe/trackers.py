@@ -53,8 +53,7 @@ def make_trackers(
             that can take something back.
         looks: gives the latest lines of resources.jsonl, for Prometheus.
 
-    Raises:
-        ConfigError: a package is missing, or a tracker of the user's cannot be loaded.
+    Raises ConfigError: a package is missing, or a tracker of the user's cannot be loaded.
     """
     check_trackers(config)
     makers: list[tuple[str, Callable[[], Tracker]]] = []

@@ -27,10 +27,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     """The function that ``spec`` names.
     ``spec``: ``package.module:name`` or ``path/file.py:name`` (the name of a function there, or the one it is declared
     under); a relative path starts in the working folder.
-
-    Raises:
-        RewardError: the file or module is missing, fails while being imported, or holds no such function.
-    """
+    Raises RewardError: the file or module is missing, fails while being imported, or holds no such function."""
 
     def declared(module: str) -> dict[str, Any]:
         return {name: find_declared(name, module) for name in declared_names(module)}
@@ -77,8 +74,7 @@ class BoundFunction:
             items: one, or several for a batched function, which gets a list for each key, with None where an item lacks
                 it. Keys: "prompt", "response", "answer", :data:`_IF_NAMED`, and "meta" with those of the row.
 
-        Raises:
-            RewardError: the function requires a parameter that has no value.
+        Raises RewardError: the function requires a parameter that has no value.
         """
         meta, said = items[0]["meta"], {key: value for key, value in items[0].items() if key != "meta"}
         if self.responses_per_call is not None:

@@ -57,8 +57,7 @@ def reward_function(
         batched: whether it takes lists. All responses that wait go into one call.
         responses_per_call: most responses in one call, 64 by default.
 
-    Raises:
-        RewardError: the arguments do not fit, or the module has another function of this name.
+    Raises RewardError: the arguments do not fit, or the module has another function of this name.
     """
     if isinstance(function, str):
         raise RewardError(f"reward_function({function!r}): write reward_function(name={function!r})")

@@ -246,8 +246,7 @@ async def run_service(
         starting, ready: what to say then; ``{}`` in the second one becomes the address.
         until: returns when the application can work no more, which ends it as a signal does.
 
-    Raises:
-        ConfigError: the address cannot be listened on; and what ``start`` raises.
+    Raises ConfigError: the address cannot be listened on; and what ``start`` raises.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)

@@ -29,8 +29,7 @@ def load_named(
         error: to raise.
         declared: of a module's name: what else it holds, by names that it gave.
 
-    Raises:
-        UserError: (``error``) the file or module is missing, fails while being imported, or holds no such thing.
+    Raises UserError: (``error``) the file or module is missing, fails while being imported, or holds no such thing.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
@@ -53,10 +52,7 @@ def load_named(
 
 def made(what: str, part: Any, protocol: type, *given: Any) -> Any:
     """What a user's class or function makes of ``given``; an object stands for itself.
-
-    Raises:
-        ConfigError: the call failed, or what it made lacks something of ``protocol``.
-    """
+    Raises ConfigError: the call failed, or what it made lacks something of ``protocol``."""
     found = call_own(what, part, *given) if callable(part) else part
     missing = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(found, name)]
     if missing:

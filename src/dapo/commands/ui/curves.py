@@ -210,17 +210,15 @@ def alarm_history(
 def hacking_history(steps: Mapping[str, Sequence[int]], checked: bool) -> list[dict[str, Any]]:
     """The signs of reward hacking, told in the same way; ``steps`` as ``RunView.hacking`` has them. Without a held-out
     check (``checked``) lengths alone are watched."""
-    signs = HACKING | {"": "; or ".join(HACKING.values())} if "" in steps else HACKING
-    names = {"": "reward hacking", "length": "reward and length"}
     return [
         {
-            "name": names.get(sign, f"reward hacking: {sign.replace('_', ' ')}"),
+            "name": "reward and length" if sign == "length" else f"reward hacking: {sign.replace('_', ' ')}",
             "advice": "see reward against length in the view Hacking, and read samples",
-            "reads": [f"monitor/alarms/{sign}" if sign else "monitor/alarms"],
+            "reads": [f"monitor/alarms/{sign}"],
             "steps": list(steps.get(sign, ())),
             "seen": seen,
         }
-        for sign, seen in signs.items()
+        for sign, seen in HACKING.items()
         if checked or sign == "length" or sign in steps
     ]
 

@@ -107,8 +107,7 @@ def search(samples: Path, text: str, start: tuple[int, int] | None, seconds: flo
         ``finds`` (a prompt once for its group); how many steps were ``searched``, from ``last`` down to ``first``;
         ``left``, which were not, or not wholly; ``next``: where to go on, None if that was all.
 
-    Raises:
-        UserError: a file cannot be read.
+    Raises UserError: a file cannot be read.
     """
     steps = [step for step in reversed(steps_with_samples(samples)) if start is None or step <= start[0]]
     finds, told, deadline = list[dict[str, Any]](), set[Any](), time.monotonic() + seconds

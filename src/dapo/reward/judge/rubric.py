@@ -27,10 +27,7 @@ class Rubric:
 
     ``fence`` is a line with the hash of prompt and response: a response cannot hold it, and the same question is the
     same in every run, as a cache needs.
-
-    Raises:
-        RewardError: the file cannot be read, or is no template.
-    """
+    Raises RewardError: the file cannot be read, or is no template."""
 
     def __init__(self, file: str | None, scale: tuple[float, float]) -> None:
         from jinja2 import StrictUndefined, TemplateError

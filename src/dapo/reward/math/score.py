@@ -78,10 +78,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """The worker's side. An item with a "response" is scored; one without asks whether "answer" can be read.
-
-    Args:
-        options: "extract", the rules that find the final answer.
-    """
+    ``options``: "extract", the rules that find the final answer."""
     extract = options["extract"]
     # sympy's first comparison takes long, for which no response is to blame
     _in_time(equivalent, "(x-1)^2=4", "x^2-2x-3=0")

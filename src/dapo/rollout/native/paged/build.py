@@ -42,8 +42,7 @@ def paged_decoder(
         cache_bytes: for keys and values; None: what is free, and no more than all rows can use.
         spare_bytes: of the device, to leave to others where ``cache_bytes`` is None.
 
-    Raises:
-        ModelError: the memory does not hold the cache of a single sequence.
+    Raises ModelError: the memory does not hold the cache of a single sequence.
     """
     device = next(model.parameters()).device
     shape = pool_shape(model)

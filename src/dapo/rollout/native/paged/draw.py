@@ -33,8 +33,7 @@ def draw(
         token's is that of temperature 1. Where logits hold NaN or infinity, or nothing but minus infinity, the
         token is some index below V and its log-probability NaN. No row depends on another or on their number.
 
-    Raises:
-        ValueError: a tensor of the wrong type, shape or layout.
+    Raises ValueError: a tensor of the wrong type, shape or layout.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.is_contiguous():
         raise ValueError(f"logits must be contiguous float32 [R, V], not {logits.dtype} {tuple(logits.shape)}")
