@@ -855,4 +855,3 @@ def test_other_prompts_are_refused(dated: Path) -> None:
     (dated / "chat.jinja").write_text(DATED + " ")
     with pytest.raises(UserError, match=r"tokenizer\.hash: was"):
         run_dated(dated, resume=True)
-

@@ -15,7 +15,7 @@ import uvicorn
 
 from dapo.config import HttpReward
 from dapo.records import Prompt, Reward
-from dapo.reward.client import make_client
+from dapo.reward.build import make_client
 from server_process import ServerProcess
 
 COMMAND = "import typer; from dapo.commands.reward_server import reward_server; typer.run(reward_server)"

@@ -24,7 +24,7 @@ from reward_servers import (
 from dapo.config import HttpReward, ServerReward, build_config
 from dapo.errors import ConfigError, RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client import make_client
+from dapo.reward.build import make_client
 from dapo.reward.contract import Scorer
 from server_process import free_port
 

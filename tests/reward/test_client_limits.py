@@ -23,8 +23,7 @@ from reward_servers import (
 from dapo.config import ExactReward, HttpReward, KServeReward, ServerReward
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.build import make_scorer
-from dapo.reward.client import make_client
+from dapo.reward.build import make_client, make_scorer
 from dapo.reward.client import scorer as scorer_module
 from dapo.reward.contract import Doubt
 from dapo.reward.server import ServerLimits, Service, create_app

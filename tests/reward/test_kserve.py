@@ -20,7 +20,7 @@ from reward_servers import prompt, serving, write
 from dapo.config import KServeReward
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client import make_client
+from dapo.reward.build import make_client
 from scoring import rewards_of
 from server_process import free_port
 

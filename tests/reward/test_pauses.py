@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dapo.util.http.backoff import Pauses, requested_pause
+from dapo.util.http.faults import Pauses, requested_pause
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from reward_servers import COMMAND, RewardServer, prompt, write
 
 from dapo.config import ServerReward
 from dapo.errors import ConfigError, RewardError
-from dapo.reward.client import make_client
+from dapo.reward.build import make_client
 from dapo.util.serving import Address
 
 FUNCTION = """

@@ -16,7 +16,7 @@ from reward_servers import prompt, serving
 from dapo.config import ExactReward, ServerReward
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client import make_client
+from dapo.reward.build import make_client
 from dapo.reward.contract import Doubt
 from dapo.reward.server import ServerLimits, Service, create_app
 

@@ -17,8 +17,7 @@ from dapo.util.terminal import visible
 
 T = TypeVar("T")
 
-LOOKED_AT = 200
-"""Rows that are looked at for what takes a look at each of them."""
+LOOKED_AT = 200  # rows that are looked at for what takes a look at each of them
 
 _MARKER = re.compile(r"#+\s*|<answer>\s*")
 """What data sets put in front of a final answer, and neither reward takes off a reference."""
@@ -31,8 +30,7 @@ _END = re.compile(r"[\s*_$\"'`).}]*+(?:</answer>[\s.]*+)?")
 _STRAY = 1000
 """One row in so many may end in its answer by accident: counted over the sets of math and code in ../shared, 8 rows of
 10,000 do at most, nearly all of them mistakes of the set."""
-_LONG_SOLUTIONS = 0.1
-"""Share of worked solutions without room that is told: a model may well be shorter than they are."""
+_LONG_SOLUTIONS = 0.1  # share of worked solutions without room that is told: a model may well be shorter than they are
 
 
 def data_warning(name: str, found: str, fix: str) -> Finding:

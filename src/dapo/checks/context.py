@@ -42,20 +42,16 @@ class CheckContext:
     source: PromptSource | None = None
     heldout: Sequence[Prompt] = ()
     model_config: Any = None
-    shape: Any = None
-    """The model without its numbers, on the meta device."""
+    shape: Any = None  # the model without its numbers, on the meta device
     device: Any = None
-    fits: bool | None = None
-    """Whether the predicted memory is free."""
-    words_known: bool | None = None
-    """Whether all ids of the tokenizer lie within the model."""
+    fits: bool | None = None  # whether the predicted memory is free
+    words_known: bool | None = None  # whether all ids of the tokenizer lie within the model
     model: Any = None
     reward_works: bool | None = None
     own_reward: bool = False
     at_start: bool = False
     probe: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    """What each check took."""
+    seconds: dict[str, float] = field(default_factory=dict)  # what each check took
 
     def need(self, thing: T | None, what: str) -> T:
         """``thing``, which another check provides. Raises NotAtHand if it did not."""

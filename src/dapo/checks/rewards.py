@@ -27,8 +27,7 @@ from dapo.reward.check import running, score_each
 from dapo.reward.contract import Scorer
 from dapo.util.escapes import restored
 
-PROMPTS, COSTLY_PROMPTS = 16, 2
-"""Rows whose answers are tried; of rewards that cost time or money for each."""
+PROMPTS, COSTLY_PROMPTS = 16, 2  # rows whose answers are tried; of rewards that cost time or money for each
 EXAMINED = 2000
 REACHED_WITHIN_S = 5.0
 SECONDS = 60.0
@@ -37,8 +36,7 @@ _WHOLE = re.compile(r"^(-?[0-9]+)\.0+$")
 
 Form = tuple[str, Callable[[Prompt], str | None]]
 """How an answer is written: what it is called, and the response made from a row (None: the row has no answer)."""
-Scored = Sequence[tuple[Prompt, str, Reward]]
-"""Rows, responses and what these got."""
+Scored = Sequence[tuple[Prompt, str, Reward]]  # rows, responses and what these got
 
 
 def _written(name: str, before: str, after: str = "") -> Form:

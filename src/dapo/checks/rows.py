@@ -19,10 +19,8 @@ from dapo.model.loading import context_limit
 from dapo.records import Prompt
 from dapo.reward.build import needs_answer
 
-READ = 5000
-"""Rows whose text alone is looked at."""
-MANY_EPOCHS = 30
-"""Times that each row is drawn, above which a model may know the rows by heart."""
+READ = 5000  # rows whose text alone is looked at
+MANY_EPOCHS = 30  # times that each row is drawn, above which a model may know the rows by heart
 
 _LAST_TURN = re.compile(r"^(system|user|assistant): ", re.MULTILINE)
 """How :attr:`Prompt.text` writes who speaks."""
@@ -160,18 +158,12 @@ def _load(context: CheckContext, template: PromptTemplate, needed: bool, already
         fix = f"rollout.prompts_per_step={whole or report.usable}" + ("" if whole else " training.groups_per_update=1")
         text = f"{report.usable} usable prompts are fewer than one step needs (rollout.prompts_per_step={wanted})"
         yield Finding("data", "rows", "fail", text, f"{fix}, or more data")
-    yield from _epochs(config, report.usable if report.whole else report.rows)
-
-
-def _epochs(config: Config, rows: int) -> Iterator[Finding]:
-    drawn = config.training.steps * config.rollout.prompts_per_step
+    rows, drawn = report.usable if report.whole else report.rows, config.training.steps * wanted
     if rows and drawn > MANY_EPOCHS * rows and config.training.minutes is None:
-        yield answers.data_warning(
-            "epochs",
-            f"{config.training.steps:,} steps of {config.rollout.prompts_per_step} prompts draw each of {rows:,} rows "
-            f"{drawn / rows:.0f} times or more: the model may learn their answers by heart",
-            f"training.steps={max(1, 10 * rows // config.rollout.prompts_per_step)} (10 times), or more data",
-        )
+        text = f"{config.training.steps:,} steps of {wanted} prompts draw each of {rows:,} rows "
+        text += f"{drawn / rows:.0f} times or more: the model may learn their answers by heart"
+        fix = f"training.steps={max(1, 10 * rows // wanted)} (10 times), or more data"
+        yield answers.data_warning("epochs", text, fix)
 
 
 def check_sample(context: CheckContext) -> Iterator[Finding]:

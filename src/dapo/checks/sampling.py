@@ -40,8 +40,7 @@ from dapo.training.policy import Policy
 AGREE_WITHIN = {"float32": 0.02, "bfloat16": 0.1}
 """Mean |log pi_engine - log pi_trainer| over the tokens, in nats, by ``model.compute_dtype``."""
 _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 16
-_DRAW = -2
-"""Numbered apart from the draws of training and evaluation."""
+_DRAW = -2  # numbered apart from the draws of training and evaluation
 PROBE_SECONDS = 600.0
 _SHIFTED_PROMPTS = 5
 """So many prompts have to be answered as a neighbouring row wants it, and so many times more than as their own does."""
@@ -243,13 +242,10 @@ def _advice(counts: Counter[GroupVerdict]) -> str:
 
 
 _READ_PROMPTS, _READ_TOKENS, _ENOUGH = 16, 64, 60
-_MARGIN = 1.0
-"""Nats above ln V. Random models of the tests are within 0.4."""
-_SHUFFLES, _KNOWN = 8, 1.0
-"""So many nats below the best of so many shuffles says that the ids are known."""
+_MARGIN = 1.0  # Nats above ln V. Random models of the tests are within 0.4.
+_SHUFFLES, _KNOWN = 8, 1.0  # so many nats below the best of so many shuffles says that the ids are known
 
-Pair = tuple[Sequence[int], Sequence[int]]
-"""Token ids that are given, and those that are read behind them."""
+Pair = tuple[Sequence[int], Sequence[int]]  # token ids that are given, and those that are read behind them
 
 
 def check_reading(context: CheckContext) -> Iterator[Finding]:

@@ -20,11 +20,9 @@ from dapo.observe.trackers import check_trackers
 from dapo.rollout.engine import in_flight_policy
 from dapo.util.terminal import counted
 
-BYTES_PER_TOKEN = 22
-"""Of text 4, of token id, version, log-probs and entropy 18; the rest of a sample's line is small."""
+BYTES_PER_TOKEN = 22  # of text 4, of token id, version, log-probs and entropy 18; the rest of a sample's line is small
 
-_MOST_TOKENS_A_SECOND = 10**6
-"""That a machine samples: an H200 makes a sixth of it with a small model."""
+_MOST_TOKENS_A_SECOND = 10**6  # that a machine samples: an H200 makes a sixth of it with a small model
 
 _LARGEST_PENALTY = {True: 2.0, False: 10.0}
 """What a response may lose by its length, for rewards from -1 to +1, whose range that is, and for others."""

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 
 LARGEST_HEAD = 256
-OLDEST_CARD = (8, 0)
-"""Compute capability that the kernels need: a T4 or V100 has less."""
+OLDEST_CARD = (8, 0)  # compute capability that the kernels need: a T4 or V100 has less
 
 
 def flash_can(query: torch.Tensor, value: torch.Tensor, softcap: float | None) -> bool:

@@ -73,8 +73,7 @@ def products_of(dtype: torch.dtype) -> Iterator[None]:
 _BACKEND: Any = torch.backends.mkldnn  # its stub lacks the setting
 _MATMUL = _BACKEND.matmul
 _lock = threading.Lock()
-_before: list[str] = []
-"""The setting as it was, once for each thread that is inside."""
+_before: list[str] = []  # the setting as it was, once for each thread that is inside
 
 
 def output_head(model: Any) -> Head:

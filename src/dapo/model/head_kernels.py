@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096
-"""Numbers of a row that a program works on at a time."""
+BLOCK = 4096  # numbers of a row that a program works on at a time
 
 
 @triton.jit

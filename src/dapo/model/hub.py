@@ -8,8 +8,7 @@ from typing import Any
 from dapo.errors import ModelError
 
 CONNECT_WITHIN_S = 3.0
-LONGEST_NAME = 96
-"""Characters that the hub takes. File systems raise an error for names that are much longer."""
+LONGEST_NAME = 96  # Characters that the hub takes. File systems raise an error for names that are much longer.
 
 
 def from_where(name: str) -> dict[str, Any]:

@@ -15,8 +15,7 @@ FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SETTINGS = (CONFIG, "special_tokens_map.json", "added_tokens.json")
 _FILES = (FILE, *_SETTINGS, "vocab.json", "vocab.txt", "merges.txt", "*.model", "tekken.json")
 _PARTS = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder")
-_MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
-"""What decides where in a text an added token is found."""
+_MATCHING = ("single_word", "lstrip", "rstrip", "normalized")  # what decides where in a text an added token is found
 _PROBES = ("It's 1234567 + 89.5\n\n\n  don't  \tstop\r\n", "Ünïcödé ﬁ 数学 🙂 e\u0301", " leading, trailing ")
 
 

@@ -76,8 +76,7 @@ class CheckpointId:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     place: CheckpointId
-    write: Callable[[Path], None]
-    """Fills the folder that it is given. Runs in another thread than the run."""
+    write: Callable[[Path], None]  # Fills the folder that it is given. Runs in another thread than the run.
     bytes: int  # what it will take on the disk, but for small files
     best: Mapping[str, Any] | None = None  # if it is the best one so far: for ``best.json``
 
@@ -253,8 +252,7 @@ class CheckpointWriter:
         self._checkpoints = checkpoints
         self._tell = tell
         self._under_way: tuple[Future[Path | BaseException], Snapshot, float] | None = None
-        self.longest_s = 0.0
-        """What the slowest write so far took."""
+        self.longest_s = 0.0  # what the slowest write so far took
 
     @property
     def under_way(self) -> str | None:

@@ -111,8 +111,7 @@ class SampleIndex:
         self._elsewhere: tempfile.TemporaryDirectory[str] | None = None
         self._lock = threading.RLock()
         self._database: duckdb.DuckDBPyConnection | None = None
-        self._shown: Any = None
-        """Which manifest the view is of."""
+        self._shown: Any = None  # which manifest the view is of
 
     def connection(self) -> duckdb.DuckDBPyConnection:
         """For one thread, with the view ``samples`` as the index is now. Raises UserError if DuckDB is missing."""
@@ -154,8 +153,11 @@ class SampleIndex:
                 segments = self._merged([*(old.without(new.steps) for old in segments), new])
                 _write_segments(self.folder, segments)
                 brought += len(new.steps)
-            if brought:
-                self._clear({segment.file for segment in segments})
+            known_files = {segment.file for segment in segments}
+            for path in [*self.folder.glob("*.parquet"), *self.folder.glob(".*.tmp")] if brought else ():
+                # merged ones that no reader needs any longer, and those of a killed process
+                if path.name not in known_files and time.time() - path.stat().st_mtime > _GRACE:
+                    path.unlink(missing_ok=True)
             return brought
 
     def refresh(self) -> None:
@@ -249,12 +251,6 @@ class SampleIndex:
                         os.utime(self.folder / segment.file)  # from now on it stays for a while
             size *= _FANOUT
         return segments
-
-    def _clear(self, known: set[str]) -> None:
-        """Remove files that no reader needs any longer: merged ones, and those of a killed process."""
-        for path in [*self.folder.glob("*.parquet"), *self.folder.glob(".*.tmp")]:
-            if path.name not in known and time.time() - path.stat().st_mtime > _GRACE:
-                path.unlink(missing_ok=True)
 
 
 def forget_steps(samples: Path, after: int) -> None:

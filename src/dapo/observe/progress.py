@@ -1,4 +1,4 @@
-"""What a person sees of a run while it works: the :class:`Listener` protocol and three ways to show it.
+"""What a person sees of a run while it works: a :class:`Listener`, of which there are three.
 
 Consumes: events from the orchestrator, on the thread that trains. Produces: a live line with a bar on a terminal, one
 line per event elsewhere, or nothing. Waits for nothing and never raises because of a missing or odd number.
@@ -13,7 +13,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -26,8 +26,8 @@ from dapo.config.plan import MINUTES, plan_line, steps_that_fit
 from dapo.util.terminal import Terminal, visible, warn
 
 
-class Listener(Protocol):
-    """Hears what a run does. The orchestrator calls; a listener shows, records or ignores."""
+class Listener:
+    """Hears what a run does. The orchestrator calls; a listener shows, records or, as this one, ignores."""
 
     def phase(self, text: str) -> None:
         """Something new begins that takes a while, such as "loading the model"."""
@@ -65,23 +65,14 @@ def make_listener(quiet: bool = False, console: Console | None = None) -> Listen
     return LiveListener(console) if console.is_terminal and not console.is_dumb_terminal else PlainListener(console)
 
 
-class QuietListener:
+class QuietListener(Listener):
     """Warnings, on standard error, and nothing else."""
-
-    def phase(self, text: str) -> None: ...
-    def advance(self, done: int, total: int, note: str = "") -> None: ...
-    def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None: ...
-    def started(self, plan: dict[str, Any]) -> None: ...
-    def step(self, step: int, total: int, metrics: dict[str, Any]) -> None: ...
-    def evaluated(self, name: str, metrics: dict[str, Any]) -> None: ...
-    def finished(self, summary: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
 
     def warning(self, text: str) -> None:
         warn(text)
 
 
-class _Telling(QuietListener):
+class _Telling(Listener):
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Terminal()
         self._pace, self._clock, self._lap = Pace(clock), clock, Lap()
@@ -301,19 +292,10 @@ _OF_STAGES = (
 
 
 _WIDTHS = {
-    "step": 7,
-    "loss": 7,
-    "margin": 7,
-    "chosen": 8,
-    "lr": 7,
-    "reward": 6,
-    "kept": 6,
-    "length": 6,
-    "clip%": 9,
-    "grad": 5,
-    "tok/s": 6,
-    "sec": 5,
-    "left": 5,
+    **dict.fromkeys(("grad", "sec", "left"), 5),
+    **dict.fromkeys(("reward", "kept", "length", "tok/s"), 6),
+    **dict.fromkeys(("step", "loss", "margin", "lr"), 7),
+    **{"chosen": 8, "clip%": 9},
 }
 """Of columns that are wider than their label; together they fit 80 characters."""
 

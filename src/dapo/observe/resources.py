@@ -119,7 +119,7 @@ class Looker:
         self._own = psutil.Process()
         self._host = socket.gethostname()
         self._before: dict[str, tuple[float, dict[str, float]]] = {}
-        self._cards = _own_cards() if cards is None else cards
+        self._cards = nvidia_cards(own=True) if cards is None else cards
 
     def look(self) -> list[Look]:
         """The lines of the roles; those of ``reward`` and ``other`` only while there are such children."""
@@ -174,28 +174,20 @@ class Looker:
         return {}
 
 
-def nvidia_cards() -> list[Any]:
-    """NVIDIA's handles of all cards; none without a driver or nvidia-ml-py."""
+def nvidia_cards(own: bool = False) -> list[Any]:
+    """NVIDIA's handles of all cards, or of the ``own`` ones, which this process may use; none without a driver or
+    nvidia-ml-py."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except Exception:  # each driver has errors of its own
-        return []
-
-
-def _own_cards() -> list[Any]:
-    """NVIDIA's handles of the cards that this process may use; none without a driver or nvidia-ml-py."""
-    try:
-        import pynvml
+        if not own:
+            return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         import torch
 
-        if not torch.cuda.is_available():
-            return []
-        pynvml.nvmlInit()
-        names = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-        return [pynvml.nvmlDeviceGetHandleByUUID(name if name.startswith("GPU-") else f"GPU-{name}") for name in names]
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        names = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+        return [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{name.removeprefix('GPU-')}") for name in names]
     except Exception:  # each driver has errors of its own
         return []
 

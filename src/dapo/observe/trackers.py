@@ -57,16 +57,14 @@ def make_trackers(
     """
     check_trackers(config)
     makers: list[tuple[str, Callable[[], Tracker]]] = []
+    recipe = redact(config.model_dump(mode="json"))
     for name in [*config.run.trackers, *given]:
         if name == "tensorboard":
-            yaml = config_yaml(config)
-            makers.append((name, partial(TensorBoardTracker, folder.tensorboard, yaml, keep_until)))
+            makers.append((name, partial(TensorBoardTracker, folder.tensorboard, config_yaml(config), keep_until)))
         elif isinstance(name, str) and name in TRACKERS:
-            recipe = redact(config.model_dump(mode="json"))
             makers.append((name, partial(TRACKERS[name], folder.root, _key(folder), recipe)))
         else:
             own = load_named(name, "run.trackers") if isinstance(name, str) else name
-            recipe = redact(config.model_dump(mode="json"))
             label = name if own is not name else getattr(own, "__qualname__", type(own).__name__)
             makers.append((label, partial(made, label, own, Tracker, folder.root, _key(folder), recipe)))
     port = config.run.prometheus_port

@@ -21,6 +21,7 @@ from dapo.config import (
     RewardConfig,
     ServerReward,
 )
+from dapo.errors import RewardError, extra
 from dapo.reward.contract import Scorer
 from dapo.reward.exact import ExactScorer
 from dapo.reward.function_scorers import CallableScorer, FunctionScorer
@@ -52,8 +53,6 @@ def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None
 
             return JudgeScorer(config)
         case ServerReward() | HttpReward() | KServeReward():
-            from dapo.reward.client import make_client
-
             return make_client(config)
         case ComposeReward():
             from dapo.reward.compose import ComposedScorer
@@ -61,6 +60,20 @@ def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None
             return ComposedScorer(config, {name: make_scorer(one) for name, one in config.rewards.items()})
         case _:
             assert_never(config)
+
+
+def make_client(config: ServerReward | HttpReward | KServeReward) -> Scorer:
+    """Nothing is sent before ``start`` or the first score.
+    Raises RewardError: a library is missing, or the environment variable of the token is not set."""
+    name = "kserve" if isinstance(config, KServeReward) else "remote"
+    with extra(name, f"reward.kind={config.kind}", RewardError):
+        if isinstance(config, KServeReward):
+            from dapo.reward.client.kserve import KServeScorer
+
+            return KServeScorer(config)
+        from dapo.reward.client.http import HttpScorer, ServerScorer
+
+        return ServerScorer(config) if isinstance(config, ServerReward) else HttpScorer(config)
 
 
 def needs_answer(config: RewardConfig) -> bool:

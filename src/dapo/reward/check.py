@@ -36,10 +36,8 @@ OUTCOMES = ("pass", "fail", "timeout", "error")
 Expected = bool | float | str
 S = TypeVar("S", bound=Scorer)
 
-_AT_ONCE = 256
-"""Scores awaited at the same time. Scorers have limits of their own; those that make batches need many."""
-_SHOWN = ("name", "note", "source", "after")
-"""Keys for people."""
+_AT_ONCE = 256  # Scores awaited at the same time. Scorers have limits of their own; those that make batches need many.
+_SHOWN = ("name", "note", "source", "after")  # keys for people
 _TAKEN = ("gold", "response", "expected", "also_ok", "prompt", "finish_reason", "prompt_end")
 """Keys that the reward does not get to see as further keys of a row."""
 
@@ -198,7 +196,10 @@ async def check_cases(
             items = [(case.place, case.prompt, case.response, case.finish_reason) for case in others]
             rewards = await score_each(scorer, items, one_more)
             compared = [_compared(case, reward, tolerance) for case, reward in zip(others, rewards, strict=True)]
-            checked += await _with_doubts(compared, scorer)
+            places = [k for k, one in enumerate(compared) if not one.agrees]
+            doubts = await scorer.examine([compared[k].case.prompt for k in places]) if places else ()
+            found = {places[doubt.position]: doubt.text for doubt in doubts}
+            checked += [replace(one, doubt=found.get(k)) for k, one in enumerate(compared)]
     return sorted(checked, key=lambda one: one.case.prompt.row)
 
 
@@ -211,13 +212,6 @@ def _compared(case: Case, reward: Reward, tolerance: float) -> Checked:
         return math.isclose(reward.value, expected, rel_tol=tolerance, abs_tol=tolerance)
 
     return Checked(case, reward, any(map(admits, case.accepted)))
-
-
-async def _with_doubts(checked: Sequence[Checked], scorer: Scorer) -> list[Checked]:
-    places = [k for k, one in enumerate(checked) if not one.agrees]
-    doubts = await scorer.examine([checked[k].case.prompt for k in places]) if places else ()
-    found = {places[doubt.position]: doubt.text for doubt in doubts}
-    return [replace(one, doubt=found.get(k)) for k, one in enumerate(checked)]
 
 
 @asynccontextmanager

@@ -16,10 +16,8 @@ from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.convert import LARGEST
 
-_LATEST = 256
-"""Scores of a part that its error rate is computed over."""
-_ENOUGH = 20
-"""Scores from which on the error rate counts."""
+_LATEST = 256  # scores of a part that its error rate is computed over
+_ENOUGH = 20  # scores from which on the error rate counts
 
 _Done = TypeVar("_Done")
 _Ask = Callable[[Scorer], Awaitable[Reward]]

@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 from dapo.errors import RewardError, shortened
 from dapo.records import Reward
 
-LARGEST = 1e30
-"""Beyond this a sum or a square of rewards would no longer be a finite float32."""
+LARGEST = 1e30  # beyond this a sum or a square of rewards would no longer be a finite float32
 
 EXPECTED = 'a float, a bool, a dict with "value", or a Reward'
 

@@ -16,8 +16,7 @@ from dapo.util.user_code import describe, load_named
 
 CONTRACT = "def f(prompt, response, answer, **meta) -> float | bool | dict | Reward"
 BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float | bool | dict | Reward)"
-ASYNC_AT_ONCE = 64
-"""Calls of an async function that are awaited together."""
+ASYNC_AT_ONCE = 64  # calls of an async function that are awaited together
 _IN_BATCHES = ("prompts", "responses", "answers")
 _IF_NAMED = ("finish_reason", "prompt_end")
 """Arguments for functions that name them; with an s in batches. ``**meta`` gets only the keys of the row."""

@@ -19,12 +19,10 @@ from dapo.reward.batching import Batcher, begin
 from dapo.reward.contract import Scorer, fields
 from dapo.reward.convert import reward_from_json
 from dapo.reward.function import ASYNC_AT_ONCE, BoundFunction
-from dapo.reward.pool import ScoringFailed, WorkerPool
-from dapo.reward.pooled import PooledScorer
+from dapo.reward.pool import PooledScorer, ScoringFailed, WorkerPool
 from dapo.reward.registry import declaration
 
-_MAX_LOST_THREADS = 16
-"""Calls that may hang in threads, which cannot be killed, before the run is stopped."""
+_MAX_LOST_THREADS = 16  # calls that may hang in threads, which cannot be killed, before the run is stopped
 _ASYNC_BATCHES = 4
 """Calls of a batched async function at once: fewer than of others, so that batches can grow meanwhile."""
 
@@ -140,7 +138,12 @@ class CallableScorer(Scorer):
 
     async def _timed_call(self, arguments: dict[str, Any]) -> Any:
         """What the function returned. Raises ScoringFailed: it raised, or took too long."""
-        self._check_lost_threads()
+        self._lost = [thread for thread in self._lost if thread.is_alive()]
+        if len(self._lost) >= _MAX_LOST_THREADS:
+            raise RewardError(
+                f"reward function {self._bound.name}: {len(self._lost)} calls hang and cannot be stopped; name the "
+                "function in the recipe (reward.kind=function), where it runs in processes that can be killed"
+            )
         work = begin(self._tasks, self._result(arguments))
         try:  # not asyncio.timeout, which waits for as long as an async function ignores its cancellation
             in_time, _ = await asyncio.wait({work}, timeout=self._timeout_s)
@@ -171,14 +174,6 @@ class CallableScorer(Scorer):
             if thread.is_alive():
                 self._lost.append(thread)
         return await result if inspect.isawaitable(result) else result
-
-    def _check_lost_threads(self) -> None:
-        self._lost = [thread for thread in self._lost if thread.is_alive()]
-        if len(self._lost) >= _MAX_LOST_THREADS:
-            raise RewardError(
-                f"reward function {self._bound.name}: {len(self._lost)} calls hang and cannot be stopped; name the "
-                "function in the recipe (reward.kind=function), where it runs in processes that can be killed"
-            )
 
 
 def _in_daemon_thread(call: Callable[[], Any]) -> tuple[threading.Thread, asyncio.Future[Any]]:

@@ -24,8 +24,7 @@ from dapo.records import Group, Reward, Sample
 from dapo.reward.contract import Scorer
 
 SIGNS = ("false right", "divergence", "length")
-_LENGTH_MOVED = 1.2
-"""Factor by which the mean length must have changed for the length alarm."""
+_LENGTH_MOVED = 1.2  # factor by which the mean length must have changed for the length alarm
 _CHECKS_AT_ONCE = 256
 
 

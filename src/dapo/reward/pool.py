@@ -16,15 +16,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from dapo.errors import RewardError
+from dapo.records import Reward
 from dapo.reward.batching import begin
+from dapo.reward.contract import Scorer
+from dapo.reward.convert import reward_from_json
 from dapo.reward.worker import HEADER, children_of, encode, processor_s
 
-_START_TIMEOUT_S = 120.0
-"""For the imports of a worker on a busy machine."""
-_DYING_S = 1.0
-"""For the exit status of a worker whose pipes have closed."""
-_CLOSE_TIMEOUT_S = 5.0
-"""For killed processes to end."""
+_START_TIMEOUT_S = 120.0  # for the imports of a worker on a busy machine
+_DYING_S = 1.0  # for the exit status of a worker whose pipes have closed
+_CLOSE_TIMEOUT_S = 5.0  # for killed processes to end
 
 
 class ScoringFailed(Exception):
@@ -251,3 +251,24 @@ def _kill_descendants(root: int) -> None:
 def _descendants(root: int) -> list[int]:
     found = children_of(root)
     return found + [pid for child in found for pid in _descendants(child)]
+
+
+class PooledScorer(Scorer):
+    """Scores with the :class:`~dapo.reward.pool.WorkerPool` that a subclass makes in its ``__init__``."""
+
+    _pool: WorkerPool
+
+    async def start(self) -> None:
+        try:
+            await self._pool.start()
+        except ScoringFailed as error:
+            raise RewardError(f"the reward workers do not start: {error}") from None
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def _score(self, item: dict[str, Any]) -> Reward:
+        try:
+            return reward_from_json(await self._pool.run(item))
+        except ScoringFailed as error:
+            return Reward(None, 0.0, error=str(error))

@@ -15,12 +15,10 @@ from dapo.errors import RewardError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-BATCH_SIZE = 64
-"""Default of ``responses_per_call`` for batched functions."""
+BATCH_SIZE = 64  # default of `responses_per_call` for batched functions
 
 _MARK = "__dapo_reward_function__"
-_declared: dict[tuple[str, str], Callable[..., Any]] = {}
-"""By module and registered name."""
+_declared: dict[tuple[str, str], Callable[..., Any]] = {}  # by module and registered name
 
 
 @dataclass(frozen=True, slots=True)

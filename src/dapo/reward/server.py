@@ -68,8 +68,7 @@ class Service(Progress):
     def __init__(self, scorer: Scorer, config: RewardConfig, limits: ServerLimits, token: str | None = None) -> None:
         super().__init__()
         self.scorer, self.config, self.limits, self.token = scorer, config, limits, token
-        self.waiting = 0
-        """Items that wait or are scored, and rows that are examined."""
+        self.waiting = 0  # items that wait or are scored, and rows that are examined
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("dapo_reward_requests", "Requests answered", ["path", "code"], registry=registry)
         self._items = Counter("dapo_reward_items", "Items scored, failed ones counted", registry=registry)
@@ -188,16 +187,6 @@ def create_app(service: Service) -> ASGIApp:
         doubts = await service.doubts(body.rows, request)
         return _json(ExamineReply(doubts=[DoubtfulRow.of(doubt) for doubt in doubts]))
 
-    _add_reports(app, service)
-    for kind in (RequestValidationError, HTTPException, RewardError, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _told)
-    count = service.requests.labels
-    return WorkGate(
-        app, service.token, service.limits.max_body, service, _WORK.__contains__, _error, lambda *of: count(*of).inc()
-    )
-
-
-def _add_reports(app: FastAPI, service: Service) -> None:
     add_reports(app, service, service.registry)
 
     @app.get("/info")
@@ -209,6 +198,13 @@ def _add_reports(app: FastAPI, service: Service) -> None:
     async def schema() -> dict[str, Any]:
         """The JSON Schema of request and reply of `POST /score`."""
         return {"request": ScoreRequest.model_json_schema(), "reply": ScoreReply.model_json_schema()}
+
+    for kind in (RequestValidationError, HTTPException, RewardError, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _told)
+    count = service.requests.labels
+    return WorkGate(
+        app, service.token, service.limits.max_body, service, _WORK.__contains__, _error, lambda *of: count(*of).inc()
+    )
 
 
 async def _told(_: Request, error: Exception) -> Response:

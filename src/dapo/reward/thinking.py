@@ -18,8 +18,7 @@ _TAG = re.compile(
     r"|<\|channel>thought|<channel\|>|<unused94>thought|<unused95>",
     re.IGNORECASE,
 )
-_LONGEST_END = 1000
-"""Characters of a prompt's end that are looked at: it may come from anybody."""
+_LONGEST_END = 1000  # characters of a prompt's end that are looked at: it may come from anybody
 
 
 def outside_thinking(response: str) -> str:

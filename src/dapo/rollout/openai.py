@@ -28,12 +28,10 @@ from dapo.errors import UserError
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, Sampling, fault_of
 from dapo.util.asynchronous import in_thread
-from dapo.util.http.backoff import Pauses
-from dapo.util.http.connections import HttpConnections, token_in, whole
-from dapo.util.http.faults import BadReply, Fault, Refusal, from_json, one_line
+from dapo.util.http.connections import HttpConnections, checked, token_in, whole
+from dapo.util.http.faults import BadReply, Fault, Pauses, Refusal, from_json, one_line
 from dapo.util.http.mapping import filled, pick
 from dapo.util.http.mapping import shown as told
-from dapo.util.http.replies import checked
 from dapo.util.http.secrecy import Secrets, shown
 
 if TYPE_CHECKING:
@@ -162,8 +160,7 @@ class OpenAIEngine:
                 task.cancel()  # which closes its connection, and so ends its samples
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    stream = generate
-    """Drafts would cost a message for each token."""
+    stream = generate  # drafts would cost a message for each token
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
         """Has them end at once only if ``rollout.in_flight`` is ``restart``; otherwise they come to their end, as what

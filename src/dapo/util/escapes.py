@@ -30,8 +30,7 @@ _EATEN = re.compile(
 )
 _IN_A_FORMULA = re.compile(rf"\$|\n(?={_LINES}[^$\n]{{0,200}}\$)")
 """Of these, a line may well begin with a variable `eq` or `u`: they count between two dollars only."""
-_IN_AN_ANSWER = re.compile(rf"\n(?={_LINES}|i(?![a-z]))|{_SHORT}")
-"""An answer is a formula, and seldom has lines."""
+_IN_AN_ANSWER = re.compile(rf"\n(?={_LINES}|i(?![a-z]))|{_SHORT}")  # an answer is a formula, and seldom has lines
 
 
 def eaten(text: str, is_answer: bool = False) -> str | None:

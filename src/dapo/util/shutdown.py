@@ -43,8 +43,7 @@ def awake_for_signals() -> Iterator[None]:
         told.close()
 
 
-RESUMABLE = 75
-"""Exit code of a run that was told to stop and can go on: EX_TEMPFAIL of sysexits.h."""
+RESUMABLE = 75  # exit code of a run that was told to stop and can go on: EX_TEMPFAIL of sysexits.h
 _ECHO_S = 0.1
 _LEAVE_S = 30.0
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-Span = tuple[str, float, float]
-"""Role, begin and end, in seconds since 1970."""
+Span = tuple[str, float, float]  # role, begin and end, in seconds since 1970
 
 MOST = 16  # spans of a role that a cut gives
 _EPOCH = time.time() - time.perf_counter()  # by the clock that nobody sets back

@@ -7,9 +7,9 @@ import pytest
 from dapo.config import CodeReward
 from dapo.errors import RewardError
 from dapo.records import Prompt
-from dapo.reward.code import quality
+from dapo.reward.code import score as quality
 from dapo.reward.code.program import Usage
-from dapo.reward.code.quality import efficiency, style
+from dapo.reward.code.score import efficiency, style
 from dapo.reward.code.scorer import CodeScorer
 from scoring import rewards_of
 

@@ -16,10 +16,8 @@ from dapo.records import Reward
 from dapo.reward.convert import verdict
 
 NUMBERS = range(2, 21)
-SMALL = 9
-"""Products are of numbers up to here."""
-HELD_OUT_SHARE = 0.3
-"""Of the pairs of numbers."""
+SMALL = 9  # products are of numbers up to here
+HELD_OUT_SHARE = 0.3  # of the pairs of numbers
 
 NAMES = ("Ann", "Ben", "Carla", "Dan", "Emma", "Finn", "Grace", "Hugo", "Ivy", "Jack", "Lena", "Max", "Nora", "Tom")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "toys")
@@ -58,8 +56,7 @@ Pair = tuple[int, int]
 class WordProblem:
     text: str
     operation: str
-    numbers: Pair
-    """In the order of the story."""
+    numbers: Pair  # in the order of the story
 
     @property
     def messages(self) -> list[dict[str, str]]:

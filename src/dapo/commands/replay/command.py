@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from dapo.commands.replay.recompute import Difference
     from dapo.commands.replay.replay import Replay
 
-_SHOWN = 4
-"""So many differences of one cause are printed one by one; --json has all of them."""
+_SHOWN = 4  # so many differences of one cause are printed one by one; --json has all of them
 
 
 def replay(
@@ -216,12 +215,9 @@ def _print_tokens(sample: Mapping[str, Any]) -> None:
     for place, one in enumerate(sample["tokens"]):
         clip = one.get("clip") or ("not in the loss" if one.get("in_loss") is False else "")
         ratio, advantage, *others = (_number(one.get(name)) for name in ("ratio", "advantage", "loss", "entropy"))
-        chances = (_probability(one.get(f"{whose}_logprob")) for whose in ("engine", "trainer"))
+        logprobs = (one.get(f"{whose}_logprob") for whose in ("engine", "trainer"))
+        chances = ("-" if logprob is None else f"{math.exp(logprob):.4f}" for logprob in logprobs)
         text = visible(one["text"]).replace("\n", "\\n")
         cells = [str(place), text, str(one["token"]), *chances, ratio, advantage, clip, *others]
         table.add_row(*(Text(cell, style="red" if one.get("clip") else "") for cell in cells))
     console.print(table)
-
-
-def _probability(logprob: float | None) -> str:
-    return "-" if logprob is None else f"{math.exp(logprob):.4f}"

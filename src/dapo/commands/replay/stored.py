@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from dapo.commands.reward.rescore import stored_reward
 from dapo.errors import UserError
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import STATUSES, TokenArrays, checksum, read_samples, samples_path, tokens_path, updates_path
-from dapo.records import Group, Prompt, Reward, Sample
+from dapo.records import Group, Prompt, Sample
 from dapo.util.differences import shown
 from dapo.util.files import read_json
 
-Kind = tuple[str, Callable[[Any], bool]]
-"""What a value must be: in words, and whether one is."""
+Kind = tuple[str, Callable[[Any], bool]]  # what a value must be: in words, and whether one is
 
 
 def _is_number(value: Any) -> bool:
@@ -220,7 +220,6 @@ def _numbers(arrays: TokenArrays | None, span: slice, length: int) -> tuple[Any,
 
 
 def _sample(line: Mapping[str, Any], token_ids: Any, logprobs: Any, versions: Any) -> Sample:
-    value = 0.0 if line["reward"] is None else float(line["reward"])
     return Sample(
         request_id=line["draw"],
         index=line["index"],
@@ -229,12 +228,7 @@ def _sample(line: Mapping[str, Any], token_ids: Any, logprobs: Any, versions: An
         versions=versions,
         finish_reason=line["finish_reason"],
         text=line["response"],
-        reward=Reward(line["correct"], value, line["parts"], line["error"], line["extracted"]),
-        shaped_reward=_float(line["shaped_reward"]),
-        advantage=_float(line["advantage"]),
+        reward=stored_reward(line),
+        **{name: math.nan if line[name] is None else float(line[name]) for name in ("shaped_reward", "advantage")},
         in_loss=line["in_loss"],
     )
-
-
-def _float(value: float | None) -> float:
-    return math.nan if value is None else float(value)

@@ -33,8 +33,7 @@ from dapo.training.trainer import Trainer
 from dapo.training.update_report import UpdateReport
 from dapo.util.files import holds_model
 
-Visit = Callable[[int, Update, Any], None]
-"""Called before an update is made, with its number in the step."""
+Visit = Callable[[int, Update, Any], None]  # called before an update is made, with its number in the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,12 @@ class Rerun:
         ``last``: stop after this update; None: after all of them. ``visit``: sees every update before it is made.
         Returns the report of every update, by its number. Those made before the checkpoint was taken are not among
         them."""
-        self._begin(stored)
+        config = self._of_step(stored.step)
+        self._use(config)
+        self.trainer.begin_step(stored.step - 1)
+        if config.training.final_learning_rate is not None and stored.reports:
+            # a rate that falls follows clock and length of the run, so as recorded
+            self.trainer.set_learning_rate(stored.reports[0]["learning_rate"])
         reports: dict[int, UpdateReport] = {}
         earlier: list[UpdateReport] = []
         if self._under_way is not None:
@@ -162,14 +166,6 @@ class Rerun:
         self.trainer.publish()
         self._step = stored.step
         return reports
-
-    def _begin(self, stored: StoredStep) -> None:
-        """With the settings of the step; a rate that falls follows clock and length of the run, so as recorded."""
-        config = self._of_step(stored.step)
-        self._use(config)
-        self.trainer.begin_step(stored.step - 1)
-        if config.training.final_learning_rate is not None and stored.reports:
-            self.trainer.set_learning_rate(stored.reports[0]["learning_rate"])
 
     def _use(self, config: Config) -> None:
         self.learner.use(config)

@@ -74,7 +74,8 @@ class Summary:
         rows = [[name, *_cells(numbers, shown)] for name, numbers in steps]
         yield from columns(header, rows, terminal_width())
         yield ""
-        for change in self._chosen():
+        turns = zip_longest(*self._examples.values())  # as many kinds as possible, the most important first
+        for change in [change for turn in turns for change in turn if change is not None][: self._most]:
             yield from _example(change)
             yield ""
 
@@ -93,11 +94,6 @@ class Summary:
     def _total(self) -> dict[str, float]:
         names = self._steps[0][1]
         return {name: sum(numbers[name] for _, numbers in self._steps) for name in names}
-
-    def _chosen(self) -> list[Change]:
-        """Examples of as many kinds of change as possible, the most important kinds first."""
-        turns = zip_longest(*self._examples.values())
-        return [change for turn in turns for change in turn if change is not None][: self._most]
 
 
 _ALWAYS = ("right_to_wrong", "wrong_to_right")

@@ -45,8 +45,7 @@ KINDS: Mapping[str, str] = {
 """How the reward of a sample can change, the most important first, and its column header.
 ``opened``: ``correct`` is now None; ``decided``: it was. ``value``: only the value differs."""
 
-_TOLERANCE = 1e-9
-"""Rewards that differ by less, absolutely or relatively, are equal."""
+_TOLERANCE = 1e-9  # rewards that differ by less, absolutely or relatively, are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ async def _rescore_step(
     samples, items = await asyncio.to_thread(read)
     policy, metric = config.reward, config.algorithm.filter_groups.metric
     rewards = [in_place_of_failed(r, policy, metric) for r in await score_each(scorer, items, advance)]
-    before = [_stored_reward(sample) for sample in samples]
+    before = [stored_reward(sample) for sample in samples]
     return _compare(step, [{"step": step, **sample} for sample in samples], before, rewards, config)
 
 
@@ -159,7 +158,8 @@ def _check(sample: Mapping[str, Any], place: str) -> None:
         raise UserError(f"{place}: not a sample of a run: {', '.join(bad)} missing or not what it should be")
 
 
-def _stored_reward(sample: Mapping[str, Any]) -> Reward:
+def stored_reward(sample: Mapping[str, Any]) -> Reward:
+    """The verdict in a line of ``samples/``."""
     value = 0.0 if sample["reward"] is None else float(sample["reward"])
     return Reward(sample["correct"], value, sample["parts"], sample["error"], sample["extracted"])
 

@@ -16,11 +16,9 @@ from dapo.errors import ConfigError
 if TYPE_CHECKING:
     from dapo.config.reference import Key
 
-_DEPTH, _MOST_FILES = 3, 5000
-"""How many folders below what was typed are looked into, and how many files are looked at."""
+_DEPTH, _MOST_FILES = 3, 5000  # how many folders below what was typed are looked into, and how many files are looked at
 
-Completions = list[tuple[str, str]]
-"""Words, each with what to say of it."""
+Completions = list[tuple[str, str]]  # words, each with what to say of it
 
 
 def complete_recipe(incomplete: str) -> Completions:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,24 +201,22 @@ class _Side:
 
     async def _finish(self, sample: Sample, prompt: Prompt) -> None:
         text = self._template.decode(sample.token_ids.tolist())
+        pieces = zip(self._pieces[sample.index], likeliest(self._template, sample), strict=True)
         self._emit(
             {
                 "event": "sample",
                 "side": self._side,
                 "index": sample.index,
                 "text": text,
-                "tokens": list(self._tokens(sample)),
+                "tokens": [  # text, probability and, as text and probability each, the most likely ones in its place
+                    [piece, _probability(logprob), [[token, _probability(p)] for _, token, p in top]]
+                    for piece, ((_, _, logprob), top) in pieces
+                ],
                 "length": sample.length,
                 "finish_reason": sample.finish_reason,
                 "verdict": await _verdict(self._scorer, prompt, text, sample.finish_reason),
             }
         )
-
-    def _tokens(self, sample: Sample) -> Iterator[list[Any]]:
-        """Text, probability and, as text and probability each, the most likely tokens in its place."""
-        every = likeliest(self._template, sample)
-        for text, ((_, _, logprob), top) in zip(self._pieces[sample.index], every, strict=True):
-            yield [text, _probability(logprob), [[token, _probability(p)] for _, token, p in top]]
 
 
 def _probability(logprob: float) -> float:

@@ -110,8 +110,7 @@ def _run_asked(request: Request, name: Annotated[str, Query(alias="run")]) -> Ru
     return found
 
 
-RunAsked = Annotated[Run, Depends(_run_asked)]
-"""The run that a request names. Raises NotHere: there is none."""
+RunAsked = Annotated[Run, Depends(_run_asked)]  # The run that a request names. Raises NotHere: there is none.
 Points = Annotated[int, Query(ge=10, le=5000)]
 
 

@@ -16,8 +16,7 @@ from dapo.observe.run_view import OUTCOMES, RunView
 from dapo.observe.sample_rows import read_line
 from dapo.observe.samples import STATUSES
 
-MOST_TOKENS = 25_000
-"""Whose numbers are in one answer: a megabyte of JSON. A response of the paper's 20,480 fits."""
+MOST_TOKENS = 25_000  # Whose numbers are in one answer: a megabyte of JSON. A response of the paper's 20,480 fits.
 BEGINNING = 2_000  # characters of a response that is not shown whole
 
 _SAMPLING = (

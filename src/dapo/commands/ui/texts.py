@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ def tokens_of(folder: RunFolder, step: int, positions: Sequence[int], most: int 
     found = []
     for sample in arrays:
         ids = sample.pop("token_ids").tolist()
-        signals = {name: [_number(value) for value in values] for name, values in sample.items()}
+        numbers = {name: values.astype(float).tolist() for name, values in sample.items()}
+        signals = {name: [round(n, 5) if math.isfinite(n) else None for n in each] for name, each in numbers.items()}
         found.append({"pieces": pieces(tokenizer, ids) if tokenizer is not None else None, **signals})
     return found
 
@@ -77,11 +79,6 @@ def _slices(path: Path, positions: Sequence[int], most: int | None) -> list[dict
             ]
     except (OSError, SafetensorError, IndexError, KeyError):
         return None
-
-
-def _number(value: Any) -> float | None:
-    number = float(value)
-    return round(number, 5) if np.isfinite(number) else None
 
 
 def sendable(text: str) -> str:

@@ -16,15 +16,13 @@ from dapo.records import Prompt, Reward
 from dapo.reward.client.mapping import fill, to_json, to_verdict, to_verdicts, unfillable
 from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
-from dapo.util.http.connections import HttpConnections, whole
+from dapo.util.http.connections import HttpConnections, checked, whole
 from dapo.util.http.faults import BadReply, Refusal, from_json, one_line
 from dapo.util.http.mapping import pick
-from dapo.util.http.replies import checked
 
 _LARGEST_REPLY = 64 * 2**20
 _ROWS_AT_ONCE = 64
-_NOT_THERE = (401, 403, 502, 503, 504)
-"""Statuses of a server that is not ready, or does not let us in."""
+_NOT_THERE = (401, 403, 502, 503, 504)  # statuses of a server that is not ready, or does not let us in
 
 
 class _JsonScorer(RemoteScorer):

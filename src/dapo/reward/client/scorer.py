@@ -20,17 +20,15 @@ from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher, begin
 from dapo.reward.contract import Scorer
-from dapo.util.http.backoff import Pauses
 from dapo.util.http.connections import token_in
-from dapo.util.http.faults import BadReply, Fault, Refusal
+from dapo.util.http.faults import BadReply, Fault, Pauses, Refusal
 from dapo.util.http.secrecy import Secrets, shown
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _REACHED_WITHIN_S = 60.0
-_CHANCES = 2
-"""Bad replies about one response after which its score has failed."""
+_CHANCES = 2  # bad replies about one response after which its score has failed
 
 
 @dataclass(eq=False, slots=True)

@@ -74,8 +74,7 @@ class InOut:
 Tests = Sequence[Snippet] | Sequence[InOut]
 
 
-TOLERANCE_KEY = "float_tolerance"
-"""Key of a row, or of one of its tests."""
+TOLERANCE_KEY = "float_tolerance"  # key of a row, or of one of its tests
 
 
 @contextlib.contextmanager

@@ -23,14 +23,11 @@ from typing import Any
 from dapo.reward.code.runner import CONFINED, MALFORMED, READY
 from dapo.reward.worker import children_of, processor_s
 
-_START_S = 60.0
-"""Longest time for an empty sandbox to stand on a busy machine."""
+_START_S = 60.0  # longest time for an empty sandbox to stand on a busy machine
 _LOOK_EVERY_S = 0.1
-_MOST_FILES = 20_000
-"""In the scratch folder, whose size limit does not count what the kernel keeps about each of them."""
+_MOST_FILES = 20_000  # in the scratch folder, whose size limit does not count what the kernel keeps about each of them
 _WORDS = 4096
-_STRETCH = 4
-"""Most that a limit is stretched on a machine that is too busy to run the program."""
+_STRETCH = 4  # most that a limit is stretched on a machine that is too busy to run the program
 
 
 class SandboxFailed(Exception):
@@ -68,8 +65,7 @@ class Program:
         self._took: dict[int, tuple[float, int]] = {}  # by process, as last seen: a program may hide a child's end
         self._first = process.pid
         self._handle: int | None = None  # of the first process; unlike its number, it is never another's
-        self.exit_fd = os.pidfd_open(process.pid)
-        """Is ready to be read when all has ended."""
+        self.exit_fd = os.pidfd_open(process.pid)  # is ready to be read when all has ended
 
     def first_inside(self, pid: int) -> None:
         """The first process inside is this one; all others end with it."""
@@ -249,7 +245,7 @@ class Clock:
     nothing.
     """
 
-    def __init__(self, program: Program, limits: tuple[int, int] | None = None) -> None:
+    def __init__(self, program: Program, limits: tuple[int, int]) -> None:
         self._program = program
         self._limits = limits
         self._new = True
@@ -263,25 +259,14 @@ class Clock:
         self._waited = 0.0 if self._new else self._program.waited_s()
         self._new = False
 
-    def elapsed(self) -> float:
-        """Seconds that count."""
-        return time.monotonic() - self._start
-
     def is_up(self, limit_s: float) -> bool:
         """Whether the limit is reached."""
-        passed = self.elapsed()
+        passed = time.monotonic() - self._start
         if passed < limit_s:
             return False
         self._alone = self._alone and self._program.is_alone()
         waited = self._program.waited_s() - self._waited if self._alone else 0.0
         return passed - waited >= limit_s or passed >= _STRETCH * limit_s
-
-    def _look(self) -> None:
-        if time.monotonic() - self._looked >= _LOOK_EVERY_S:
-            self._looked = time.monotonic()
-            self._alone = self._alone and self._program.is_alone()
-            if self._limits:
-                self._program.look(*self._limits)
 
     def ticks(self, limit_s: float, reading: list[int], writing: list[int] | None = None) -> Iterator[tuple[int, ...]]:
         """The file descriptors that are ready, again and again; the lists may be changed in between.
@@ -297,7 +282,10 @@ class Clock:
                 yield ready
             if self.is_up(limit_s):
                 raise TimeUp
-            self._look()
+            if time.monotonic() - self._looked >= _LOOK_EVERY_S:
+                self._looked = time.monotonic()
+                self._alone = self._alone and self._program.is_alone()
+                self._program.look(*self._limits)
 
 
 def _peak(pid: int) -> int:

@@ -13,19 +13,16 @@ from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.code.doubts import doubts
 from dapo.reward.code.names import TOLERANCE_KEY, read_tests
 from dapo.reward.contract import Doubt
-from dapo.reward.pool import ScoringFailed, WorkerPool
-from dapo.reward.pooled import PooledScorer
+from dapo.reward.pool import PooledScorer, ScoringFailed, WorkerPool
 from dapo.reward.thinking import behind
 
 _UNSAFE = (
     "reward `code` has `sandbox: none`: programs that the model writes run with your rights. They can read your files, "
     "use your network and outlive their tests; remove the line unless you would run each of them yourself"
 )
-_BUSY = 4
-"""The worker ends programs whose time is up; it is killed only if it does not, on a machine this busy."""
+_BUSY = 4  # the worker ends programs whose time is up; it is killed only if it does not, on a machine this busy
 _START_S = 120.0
-_MOST_ROWS = 200
-"""Rows that one thread call examines."""
+_MOST_ROWS = 200  # rows that one thread call examines
 
 
 class CodeScorer(PooledScorer):

@@ -10,22 +10,18 @@ from typing import TypeVar
 
 from dapo.config import JudgeReward
 from dapo.errors import RewardError, extra
-from dapo.util.http.backoff import Pauses, requested_pause
-from dapo.util.http.faults import BadReply, Fault, error_text
+from dapo.util.http.faults import BadReply, Fault, Pauses, error_text, requested_pause
 from dapo.util.http.secrecy import Secrets, shown
 
 FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-_UNGRADED_RETRIES = 2
-"""A reply without a grade costs as much as one with it, and is likely to be repeated."""
+_UNGRADED_RETRIES = 2  # A reply without a grade costs as much as one with it, and is likely to be repeated
 _LARGEST_REPLY = 2**21
 _REACH_TRIES = 3
 _REACH_TIMEOUT_S = 10.0
 
-_REFUSED_QUESTION = (400, 413, 422)
-"""Statuses that concern this question only, such as one that is too long."""
-_COMES_BACK = (408, 409, 425, 429)
-"""Statuses below 500 after which another call may succeed."""
+_REFUSED_QUESTION = (400, 413, 422)  # statuses that concern this question only, such as one that is too long
+_COMES_BACK = (408, 409, 425, 429)  # statuses below 500 after which another call may succeed
 
 T = TypeVar("T")
 

@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from dapo.config import JudgeReward
+from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import retrieve
 from dapo.reward.contract import Doubt, Scorer
-from dapo.reward.judge.cache import ReplyCache
 from dapo.reward.judge.endpoint import Endpoint, NoReply
 from dapo.reward.judge.rubric import Rubric, RubricError
+from dapo.util.files import write_json
 
 
 class JudgeScorer(Scorer):
@@ -57,8 +60,15 @@ class JudgeScorer(Scorer):
             message = rubric.message(prompt, response, finish_reason)
         except RubricError as error:
             return Reward(None, 0.0, error=f"judge: {error}")
-        question = self._question(message)
-        key = hashlib.sha256(self._config.url.encode() + b"\n" + question).hexdigest()
+        config = self._config
+        body = {
+            "model": config.model,
+            "messages": [{"role": "user", "content": message}],
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+        }
+        question = json.dumps(body, sort_keys=True).encode()  # ASCII: lone surrogates are escaped
+        key = hashlib.sha256(config.url.encode() + b"\n" + question).hexdigest()
         task = self._asked.get(key)
         if task is None:
             task = self._asked[key] = asyncio.create_task(self._grade(key, question, rubric, endpoint))
@@ -94,16 +104,6 @@ class JudgeScorer(Scorer):
             self._rubric = await asyncio.to_thread(Rubric, self._config.rubric, self._config.scale)
         return self._rubric
 
-    def _question(self, message: str) -> bytes:
-        config = self._config
-        body = {
-            "model": config.model,
-            "messages": [{"role": "user", "content": message}],
-            "temperature": config.temperature,
-            "max_tokens": config.max_tokens,
-        }
-        return json.dumps(body, sort_keys=True).encode()  # ASCII: lone surrogates are escaped
-
     async def _grade(self, key: str, question: bytes, rubric: Rubric, endpoint: Endpoint) -> Reward:
         kept = await self._cache.read(key)
         known = None if kept is None else rubric.grade(kept)
@@ -122,3 +122,46 @@ class JudgeScorer(Scorer):
         bar = self._config.correct_at
         value = 2.0 * (grade - low) / (high - low) - 1.0
         return Reward(None if bar is None else grade >= bar, value, {"grade": grade})
+
+
+_log = logging.getLogger(__name__)
+
+
+class ReplyCache:
+    """A folder with a JSON file for each question that was answered with a grade, the judge's text; None: nothing is
+    kept. A file that is missing or damaged counts as a question not asked yet."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._told = False
+
+    async def start(self) -> None:
+        """Raises RewardError: the folder cannot be made."""
+        if self._folder is None:
+            return
+        try:
+            await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True)
+        except OSError as error:
+            raise RewardError(f"reward.cache: cannot make {str(self._folder)!r}: {error.strerror or error}") from None
+
+    async def read(self, key: str) -> str | None:
+        return None if self._folder is None else await asyncio.to_thread(_read, self._folder / f"{key}.json")
+
+    async def write(self, key: str, reply: str) -> None:
+        """Warns once if that fails, such as on a full disk."""
+        if self._folder is None:
+            return
+        try:
+            await asyncio.to_thread(write_json, self._folder / f"{key}.json", {"reply": reply})
+        except OSError as error:
+            if not self._told:
+                _log.warning("reward.cache: replies are not kept: %s", error)
+            self._told = True
+
+
+def _read(file: Path) -> str | None:
+    try:
+        reply = json.loads(file.read_text(encoding="utf-8"))["reply"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return reply if isinstance(reply, str) else None

@@ -48,10 +48,8 @@ from dapo.reward.math.symbolic import (
 from dapo.reward.math.units import PERCENT, Quantity, clock, is_time, same_time, split_unit, unit_ratio
 
 _Same = Callable[[str, str], bool]
-_MAX_ITEMS = 64
-"""Longest list that is compared, each item with each."""
-_MAX_LENGTH = 4000
-"""Longest text in characters that is looked into; beyond, only equal texts are equal."""
+_MAX_ITEMS = 64  # longest list that is compared, each item with each
+_MAX_LENGTH = 4000  # longest text in characters that is looked into; beyond, only equal texts are equal
 _INEQUALITIES = r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]"
 _MAY_BE_UNDEFINED = re.compile(r"/|\\(?:frac|tan|cot|sec|csc|ln|log|infty|Gamma)(?![A-Za-z])|\^ ?\{ ?-")
 _SUM_OF_LETTERS = re.compile(r"[A-Za-z](?: ?\+ ?[A-Za-z])+")

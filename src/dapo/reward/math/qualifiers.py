@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from dapo.reward.math.structure import RELATIONS, cut, unbracket
 
-_LONGEST = 200
-"""Longest qualifier in characters that is looked for."""
+_LONGEST = 200  # longest qualifier in characters that is looked for
 _START = re.compile(
     r"(?<![A-Za-z\\])(?:[Ff]or|where|with)(?![A-Za-z])|\\forall(?![A-Za-z])"
     r"|(?<![A-Za-z\\])[A-Za-z](?: ?, ?[A-Za-z])* ?(?:\\in(?![A-Za-z])|(?:\\text ?\{)? ?(?:is|are|any|an)(?![A-Za-z]))"

@@ -11,8 +11,7 @@ from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Doubt, reference
 from dapo.reward.convert import out_of_time, reward_from_json
 from dapo.reward.math import CPU_LIMIT_S
-from dapo.reward.pool import OutOfTime, ScoringFailed, WorkerPool
-from dapo.reward.pooled import PooledScorer
+from dapo.reward.pool import OutOfTime, PooledScorer, ScoringFailed, WorkerPool
 from dapo.reward.thinking import behind
 
 _PLAIN_NUMBER = re.compile(r"-?\d+(\.\d+)?")

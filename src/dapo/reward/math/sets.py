@@ -18,8 +18,7 @@ from dapo.reward.math.symbolic import close, linear, real_number
 _CONNECTIVES = [r"\\lor(?![A-Za-z])", r"\\land(?![A-Za-z])", r"\\(?:cup|cap|setminus)(?![A-Za-z])"]
 _BUILDER = re.compile(r"([^|:]+?)\s*[|:]\s*(.+)")
 _ABSOLUTE = re.compile(r"\|([^|]+)\|")
-_MAX_PARTS = 32
-"""Most parts of a set that is read."""
+_MAX_PARTS = 32  # most parts of a set that is read
 
 
 class RealSet(NamedTuple):

@@ -19,16 +19,12 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationCo
 
 from dapo.reward.math.units import is_time
 
-_DIGITS = 40
-"""Decimal digits that two values are compared to, relative to their size."""
-_LARGE = 10.0**6
-"""Values above it are compared to as many digits after the point, too."""
+_DIGITS = 40  # decimal digits that two values are compared to, relative to their size
+_LARGE = 10.0**6  # values above it are compared to as many digits after the point, too
 _MAX_BITS = 2.0**17
 """Numbers that may need more bits than this are not evaluated: no reference answer is one, power towers are."""
-_MAX_LENGTH = 2000
-"""Longest expression in characters that is parsed."""
-_MAX_BRACKETS = 100
-"""Most brackets in it: deep nesting is slow to parse."""
+_MAX_LENGTH = 2000  # longest expression in characters that is parsed
+_MAX_BRACKETS = 100  # most brackets in it: deep nesting is slow to parse
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
@@ -43,8 +39,7 @@ _DEGREES = re.compile(r"(\d+|\([^()]*\))\s*\^\\circ")
 _REMAINDER = re.compile(r"(\d+)\s*\\bmod(?![A-Za-z])\s*(\d+)")
 _DOUBLE_FACTORIAL = re.compile(r"(?<![\w.])(\d{1,3})\s*!!(?!!)")
 _PRIMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('+)")
-_SLOW = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
-"""What takes long to evaluate to hundreds of digits."""
+_SLOW = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)  # what takes long to evaluate to hundreds of digits
 _UNREADABLE = re.compile(r"\\approx|(?<![_^\d])\d+ +\d|\d\s*_|'")
 """What the reader would misread: two numbers side by side as a product, "12_1" and "5'" as 12 and 5."""
 _COLON = re.compile(r"(?<![\d:])\d{1,2}(?: ?: ?\d\d(?!\d)){1,2}")

@@ -13,8 +13,7 @@ MOST_TOP_LOGPROBS = 20
 """They are for people to look at. A kernel keeps so many candidates at hand for every row, and a response carries them
 for every token, so that a large number would cost more than the sampling itself."""
 
-LEAST_TEMPERATURE = 1e-4
-"""Logits divided by less would overflow, and the distribution is greedy long before that."""
+LEAST_TEMPERATURE = 1e-4  # logits divided by less would overflow, and the distribution is greedy long before that
 
 
 def check_request(

@@ -229,7 +229,10 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Sample]]:
         """One cycle: admit, decode one token per row, and return the samples that finished."""
-        self._admit()
+        while self._waiting and self.cache.room():
+            if self._waiting[0].prompt is None:
+                self._prefill()
+            self._start_first()
         if self._rows:
             self.decode_steps += 1
             self._decode()
@@ -239,12 +242,6 @@ class Decoder:
         """The samples that have finished and were not returned yet."""
         finished, self._finished = self._finished, []
         return finished
-
-    def _admit(self) -> None:
-        while self._waiting and self.cache.room():
-            if self._waiting[0].prompt is None:
-                self._prefill()
-            self._start_first()
 
     def _prefill(self) -> None:
         """Compute the prompts at the head of the queue in one packed pass, each once for all its samples."""

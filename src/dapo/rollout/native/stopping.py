@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-NO_TEXT = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer writes for bytes that are no character (yet)."""
+NO_TEXT = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for bytes that are no character (yet)
 
 
 class StopTexts:

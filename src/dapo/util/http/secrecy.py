@@ -24,7 +24,10 @@ class Secrets:
     def blanked(self, text: str) -> str:
         """``text`` without the secrets and the beginnings of secrets."""
         for secret in self._secrets:
-            text = _without(text, secret)
+            begin, rest = secret[:_TELLING], secret[_TELLING:]
+            before, *after = text.split(begin)
+            shared = (len(commonprefix([part, rest])) for part in after)  # noqa: RUF071 (of characters, not of folders)
+            text = before + "".join(_BLANK + part[length:] for part, length in zip(after, shared, strict=True))
         return text
 
 
@@ -33,10 +36,3 @@ def shown(url: str) -> str:
     parts = urlsplit(url)
     query = "?..." if parts.query else ""
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}{query}"
-
-
-def _without(text: str, secret: str) -> str:
-    begin, rest = secret[:_TELLING], secret[_TELLING:]
-    before, *after = text.split(begin)
-    shared = (len(commonprefix([part, rest])) for part in after)  # noqa: RUF071 (of characters, not of folders)
-    return before + "".join(_BLANK + part[length:] for part, length in zip(after, shared, strict=True))
