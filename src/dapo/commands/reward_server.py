@@ -1,7 +1,5 @@
 """``dapo reward-server``."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated
 

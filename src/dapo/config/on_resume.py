@@ -1,7 +1,5 @@
 """Which keys may change when a run goes on, and from when."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

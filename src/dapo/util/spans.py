@@ -1,7 +1,5 @@
 """Where time goes, and when."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -1,7 +1,5 @@
 """``dapo demo``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """``dapo ui``."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from pathlib import Path
