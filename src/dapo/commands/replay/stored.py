@@ -227,6 +227,11 @@ def _sample(line: Mapping[str, Any], token_ids: Any, logprobs: Any, versions: An
         finish_reason=line["finish_reason"],
         text=line["response"],
         reward=stored_reward(line),
-        **{name: math.nan if line[name] is None else float(line[name]) for name in ("shaped_reward", "advantage")},
+        shaped_reward=_float(line["shaped_reward"]),
+        advantage=_float(line["advantage"]),
         in_loss=line["in_loss"],
     )
+
+
+def _float(value: float | None) -> float:
+    return math.nan if value is None else float(value)
