@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 ATTENTION_NAME = "dapo"
 WRITTEN_OUT_TOKENS = 192
@@ -35,7 +36,7 @@ class AttentionSpec:
 class AttentionContext(Protocol):
     """How the tokens of one forward pass attend."""
 
-    def attend(self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one layer.
 
         Args:
@@ -67,15 +68,15 @@ def attention_context(context: AttentionContext) -> Iterator[None]:
 
 def attention_forward(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The function registered with Transformers: looks up the current context and lets it attend."""
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks are not supported")  # load_model refuses such models by name
@@ -102,14 +103,8 @@ def current_context() -> AttentionContext:
 
 @torch.library.custom_op("dapo::attention", mutates_args=())
 def opaque_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layer: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, layer: Tensor, scaling: float, window: int | None, softcap: float | None
+) -> Tensor:
     """Attention as one operation that the compiler does not look into: it would copy a cache that it saw written to.
 
     The context is looked up when the operation runs, so the same compiled code serves prompts and decoding. Without
@@ -120,14 +115,8 @@ def opaque_attention(
 
 @opaque_attention.register_fake
 def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layer: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, layer: Tensor, scaling: float, window: int | None, softcap: float | None
+) -> Tensor:
     batch, heads, tokens, _ = query.shape
     return value.new_empty(batch, tokens, heads, value.shape[3])
 
@@ -139,9 +128,7 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 
-def masked_attention(
-    spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
-) -> torch.Tensor:
+def masked_attention(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     """Attention over explicitly visible keys, written out: soft-capping has no fused form on CPU, and for short
     sequences the products are faster there than the fused kernel and its backward pass.
 
@@ -165,9 +152,7 @@ def masked_attention(
     return out.view(batch, heads, queries, dim)
 
 
-def step_attention(
-    spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
-) -> torch.Tensor:
+def step_attention(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     """:func:`masked_attention` without gradient and for few queries per sequence: a step of decoding.
 
     In bfloat16 the fused kernel reads keys and values where they lie, in under half the time; the products copy them.
@@ -179,7 +164,7 @@ def step_attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=spec.scaling, enable_gqa=grouped)
 
 
-def seen_keys(query_position: torch.Tensor, keys: int, window: int | None, device: torch.device | str) -> torch.Tensor:
+def seen_keys(query_position: Tensor, keys: int, window: int | None, device: torch.device | str) -> Tensor:
     """``[B, 1, Tq, keys]``: which keys (they stand at 0, 1, ...) a query at each position ``[B, Tq]`` sees: its own one
     and, within the window, those before."""
     distance = query_position[:, None, :, None] - torch.arange(keys, device=device)
@@ -188,12 +173,8 @@ def seen_keys(query_position: torch.Tensor, keys: int, window: int | None, devic
 
 
 def causal_attention(
-    spec: AttentionSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_position: torch.Tensor | None = None,
-) -> torch.Tensor:
+    spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, query_position: Tensor | None = None
+) -> Tensor:
     """Causal attention. Shapes as :func:`masked_attention`.
     ``query_position``: ``[B, Tq]``, where in its sequence each query stands; None: every token is one, ``Tq = Tk``."""
     queries, keys = query.shape[2], key.shape[2]

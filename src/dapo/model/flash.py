@@ -10,12 +10,13 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 LARGEST_HEAD = 256
 OLDEST_CARD = (8, 0)  # compute capability that the kernels need: a T4 or V100 has less
 
 
-def flash_can(query: torch.Tensor, value: torch.Tensor, softcap: float | None) -> bool:
+def flash_can(query: Tensor, value: Tensor, softcap: float | None) -> bool:
     """Whether the kernels compute this: ``query`` and ``value`` ``[..., D]``; decided by card, type and shape alone."""
     dim = query.shape[-1]
     fits = dim == value.shape[-1] and dim % 8 == 0 and dim <= LARGEST_HEAD and softcap is None
@@ -28,7 +29,7 @@ class FlashLayout:
     """Where the sequences of a packed row begin and end, for queries and for keys."""
 
     def __init__(
-        self, lengths: Sequence[int], shared: Sequence[int], place: torch.Tensor | None, device: torch.device
+        self, lengths: Sequence[int], shared: Sequence[int], place: Tensor | None, device: torch.device
     ) -> None:
         """
         Args:
@@ -45,8 +46,8 @@ class FlashLayout:
         self._place = place if any(shared) else None
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         """Causal attention without gradient.
 
         Args:
@@ -64,15 +65,15 @@ class FlashLayout:
 
     def backward(
         self,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        divisors: torch.Tensor,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        divisors: Tensor,
         scaling: float,
         window: int | None,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """Gradients of query, key and value, shaped as these, from that of ``out``."""
         unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # the state of a dropout that there is not
         grads = torch.ops.aten._flash_attention_backward(
@@ -92,14 +93,14 @@ class FlashLayout:
         tokens = key.shape[2]
         return tuple(g.transpose(0, 1).unsqueeze(0) for g in (of_query, *(self._add_up(g, tokens) for g in of_copies)))
 
-    def _rows(self, query: torch.Tensor, *pairs: torch.Tensor) -> list[torch.Tensor]:
+    def _rows(self, query: Tensor, *pairs: Tensor) -> list[Tensor]:
         """``[tokens, heads, D]`` each, keys and values with a copy for each sequence that shares them."""
         across = [x[0].transpose(0, 1) for x in (query, *pairs)]
         if self._place is not None:
             across[1:] = [x.index_select(0, self._place) for x in across[1:]]
         return across
 
-    def _add_up(self, grad: torch.Tensor, tokens: int) -> torch.Tensor:
+    def _add_up(self, grad: Tensor, tokens: int) -> Tensor:
         """From the gradient of the copies that of the ``tokens`` of the row."""
         if self._place is None:
             return grad

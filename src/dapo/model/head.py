@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dapo.model.forward import Head, products_of
@@ -38,13 +39,13 @@ def chunk_rows(device: torch.device, vocabulary: int) -> int:
 
 
 def token_logprobs(
-    hidden: torch.Tensor,
+    hidden: Tensor,
     head: Head,
-    targets: torch.Tensor,
+    targets: Tensor,
     temperature: float,
     chunk_tokens: int | None = None,
     product_dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Log-probability of one token per row, and the entropy of the row's distribution.
 
     The distribution is ``softmax(logits / temperature)``. Both outputs are differentiable (once) with respect to
@@ -93,13 +94,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        settings: _Settings,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
         ctx.settings, ctx.kept = settings, (None, None)
         ctx.set_materialize_grads(False)
         dtype = _compute_dtype(hidden)
@@ -118,7 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 5
         hidden, weight, bias, targets, entropy, divisors = ctx.saved_tensors
@@ -156,11 +152,11 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
-def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def _input(tensor: torch.Tensor, dtype: torch.dtype, settings: _Settings) -> torch.Tensor:
+def _input(tensor: Tensor, dtype: torch.dtype, settings: _Settings) -> Tensor:
     """``tensor`` as it goes into a product: in ``dtype``, with no more digits than the product is to take."""
     if settings.product_dtype != torch.bfloat16:
         return tensor.to(dtype)
@@ -169,31 +165,31 @@ def _input(tensor: torch.Tensor, dtype: torch.dtype, settings: _Settings) -> tor
 
 
 def _inputs(
-    weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, settings: _Settings
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, settings: _Settings
+) -> tuple[Tensor, Tensor | None]:
     return _input(weight, dtype, settings), None if bias is None else bias.to(dtype)
 
 
-def _by_kernels(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+def _by_kernels(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether products take bfloat16 as it is and sum in float32, and :mod:`dapo.model.head_kernels` does the rest."""
     return tensor.is_cuda and dtype == torch.float32
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right``, of bfloat16 matrices in float32."""
     if left.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right
 
 
-def _add(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _add(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """``total + left @ right``, in place; None: nothing yet."""
     if total is None:
         return _product(left, right)
     return total.add_(_product(left, right)) if left.dtype == torch.bfloat16 else total.addmm_(left, right)
 
 
-def _as(grad: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
+def _as(grad: Tensor | None, of: Tensor) -> Tensor:
     return torch.zeros_like(of) if grad is None else grad.to(of.dtype)
 
 
@@ -202,7 +198,7 @@ def chunks(rows: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: _Settings) -> torch.Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Tensor:
     """``[r, V]`` in one buffer: ``hidden @ weight.T + bias``, which the kernels take, or else :func:`_scaled` of it."""
     logits = _product(hidden, weight.T)
     if bias is not None:
@@ -210,9 +206,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return logits if _by_kernels(logits, logits.dtype) else _scaled(logits, settings)
 
 
-def _read(
-    logits: torch.Tensor, targets: torch.Tensor, settings: _Settings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _read(logits: Tensor, targets: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row of :func:`_logits`: log-prob of the target, entropy, logarithm of the softmax's divisor."""
     if _by_kernels(logits, logits.dtype):
         from dapo.model.head_kernels import row_statistics
@@ -224,14 +218,14 @@ def _read(
 
 
 def _grad_logits(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    entropy: torch.Tensor,
-    divisors: torch.Tensor,
-    grad_logprobs: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    divisors: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
     settings: _Settings,
-) -> torch.Tensor:
+) -> Tensor:
     """Gradient with respect to ``hidden @ weight.T + bias``, ``[r, V]``; overwrites what :func:`_logits` gave."""
     if _by_kernels(logits, logits.dtype):
         from dapo.model.head_kernels import row_gradient
@@ -244,14 +238,14 @@ def _grad_logits(
     return grad.mul_(_slope(logits, settings))
 
 
-def _scaled(logits: torch.Tensor, settings: _Settings) -> torch.Tensor:
+def _scaled(logits: Tensor, settings: _Settings) -> Tensor:
     """``softcap(scale * logits) / temperature``, in place."""
     if settings.softcap is None:
         return logits.mul_(settings.scale / settings.temperature)
     return logits.mul_(settings.scale / settings.softcap).tanh_().mul_(settings.softcap / settings.temperature)
 
 
-def _slope(scaled: torch.Tensor, settings: _Settings) -> torch.Tensor | float:
+def _slope(scaled: Tensor, settings: _Settings) -> Tensor | float:
     """Derivative of :func:`_scaled` with respect to ``hidden @ weight.T``; overwrites ``scaled``."""
     slope = settings.scale / settings.temperature
     if settings.softcap is None:
@@ -261,12 +255,8 @@ def _slope(scaled: torch.Tensor, settings: _Settings) -> torch.Tensor | float:
 
 
 def _grad_scaled_logits(
-    log_p: torch.Tensor,
-    targets: torch.Tensor,
-    entropy: torch.Tensor,
-    grad_logprobs: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
-) -> torch.Tensor:
+    log_p: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+) -> Tensor:
     """Gradient with respect to the scaled logits x, ``[r, V]``; overwrites ``log_p``. With p = softmax(x):
 
     d log p_t / d x_j = [j = t] - p_j        dH / d x_j = -p_j (log p_j + H)

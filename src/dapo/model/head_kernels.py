@@ -8,6 +8,7 @@ takes longer than the products around them. Arithmetic as in :mod:`dapo.model.he
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 4096  # numbers of a row that a program works on at a time
 
@@ -97,8 +98,8 @@ def _gradient(
 
 
 def row_statistics(
-    raw: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    raw: Tensor, targets: Tensor, scale: float, softcap: float | None, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of the target, entropy, and logarithm of the softmax's divisor of each row.
 
     Args:
@@ -131,17 +132,17 @@ def row_statistics(
 
 
 def row_gradient(
-    raw: torch.Tensor,
-    targets: torch.Tensor,
-    entropies: torch.Tensor,
-    divisors: torch.Tensor,
-    grad_logprobs: torch.Tensor,
-    grad_entropies: torch.Tensor | None,
+    raw: Tensor,
+    targets: Tensor,
+    entropies: Tensor,
+    divisors: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropies: Tensor | None,
     scale: float,
     softcap: float | None,
     temperature: float,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Gradient with respect to ``raw``, ``[r, V]`` in ``dtype``; arguments and results of :func:`row_statistics`."""
     rows, vocabulary = raw.shape
     out = torch.empty(rows, vocabulary, dtype=dtype, device=raw.device)

@@ -69,11 +69,7 @@ class OpenAIEngine:
     """Samples on the server at ``rollout.url``."""
 
     def __init__(
-        self,
-        config: Config,
-        vocabulary: int | None,
-        stop_ids: Sequence[int] = (),
-        tokenizer: Any = None,
+        self, config: Config, vocabulary: int | None, stop_ids: Sequence[int] = (), tokenizer: Any = None
     ) -> None:
         """
         Args:
@@ -332,10 +328,7 @@ class OpenAIEngine:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _call(
-        self,
-        what: str,
-        body: dict[str, Any] | bytes | None = None,
-        take: Callable[[Any], Any] = lambda reply: reply,
+        self, what: str, body: dict[str, Any] | bytes | None = None, take: Callable[[Any], Any] = lambda reply: reply
     ) -> Any:
         """What ``take`` makes of the reply to method and path. Raises RemoteError: it broke the contract, did not come
         within the limits, or asking again is no use."""

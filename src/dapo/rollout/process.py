@@ -21,6 +21,7 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from dapo.errors import UserError
 from dapo.records import Sample
@@ -102,7 +103,7 @@ class EngineProcess:
                 self._writer.write(_message((key,)))
 
     async def put(
-        self, bucket: Sequence[tuple[str, torch.Tensor]], take: Callable[[Layout], Coroutine[Any, Any, Any]]
+        self, bucket: Sequence[tuple[str, Tensor]], take: Callable[[Layout], Coroutine[Any, Any, Any]]
     ) -> None:
         """Call ``take`` when some weights are in memory that both processes see."""
         async with self._putting:
@@ -114,7 +115,7 @@ class EngineProcess:
                 self._memory.truncate(0)
             work.result()
 
-    def _shared(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> Layout:
+    def _shared(self, bucket: Sequence[tuple[str, Tensor]]) -> Layout:
         layout, size = [], 0
         for name, tensor in bucket:
             layout.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
@@ -193,7 +194,7 @@ class ProcessEngine:
         _asks, ("cancel", "pause", "resume", "begin", "commit", "sleep", "wake", "put")
     )
 
-    async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+    async def put(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         if bucket:
             await self._process.put(bucket, self._put)
 
@@ -215,7 +216,7 @@ def _received(line: socket.socket) -> Any:
     return pickle.loads(content) if content else None
 
 
-def _mapped(memory: int, layout: Layout) -> dict[str, torch.Tensor]:
+def _mapped(memory: int, layout: Layout) -> dict[str, Tensor]:
     """Tensors in memory that both processes see."""
     size = os.fstat(memory).st_size
     return unpacked(torch.from_file(f"/proc/self/fd/{memory}", True, size, dtype=torch.uint8), layout)

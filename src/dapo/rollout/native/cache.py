@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from dapo.errors import ModelError
 from dapo.model.attention import AttentionContext, AttentionSpec, step_attention
@@ -28,15 +29,15 @@ class PromptEntry:
 
     length: int
     users: int
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
 
 
 class DecodeContext(AttentionContext, Protocol):
     """The context of one decode step."""
 
     @property
-    def position_ids(self) -> torch.Tensor:
+    def position_ids(self) -> Tensor:
         """``[rows]``: the place of each new token in its sequence."""
         ...
 
@@ -89,12 +90,7 @@ class SlotCache:
     """
 
     def __init__(
-        self,
-        model_config: Any,
-        slots: int,
-        max_tokens: int,
-        dtype: torch.dtype,
-        pinned: bool = False,
+        self, model_config: Any, slots: int, max_tokens: int, dtype: torch.dtype, pinned: bool = False
     ) -> None:
         """
         Args:
@@ -115,8 +111,8 @@ class SlotCache:
         self.slots = slots
         self.max_tokens = max_tokens
         self._in_use = 0
-        self._keys: list[torch.Tensor]
-        self._values: list[torch.Tensor]
+        self._keys: list[Tensor]
+        self._values: list[Tensor]
         self._take_memory()  # pages that nobody writes cost nothing: where it fails, it does so before there is work
         self.drop()
         self.lengths = torch.zeros(slots, dtype=torch.long)
@@ -193,7 +189,7 @@ class _Prefill:
         self._entries = entries
         self._packed = PackedAttention([e.length for e in entries])
 
-    def attend(self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         end = 0
         for entry in self._entries:
             start, end = end, end + entry.length
@@ -213,13 +209,13 @@ class _Decode:
         reach = cache.max_tokens if cache.pinned else min(cache.max_tokens, _bucket(int(self._position.max()) + 1))
         self._reach = reach
         self._distance = self._position[:, None, None, None] - torch.arange(reach)
-        self._visible: dict[int | None, torch.Tensor] = {}
+        self._visible: dict[int | None, Tensor] = {}
 
     @property
-    def position_ids(self) -> torch.Tensor:
+    def position_ids(self) -> Tensor:
         return self._position
 
-    def attend(self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self._keys[spec.layer], self._values[spec.layer]
         keys[self._row, :, self._position] = key[:, :, 0]
         values[self._row, :, self._position] = value[:, :, 0]
@@ -229,14 +225,14 @@ class _Decode:
         )
         return out.transpose(1, 2)
 
-    def _mask(self, window: int | None) -> torch.Tensor:
+    def _mask(self, window: int | None) -> Tensor:
         if window not in self._visible:
             visible = self._distance >= 0
             self._visible[window] = visible if window is None else visible & (self._distance < window)
         return self._visible[window]
 
 
-def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros that take no memory until they are written: pages of the system's own, whatever the allocator does.
 
     Zeros and not garbage: masked keys get weight 0, and 0 times a stray NaN would still be NaN.

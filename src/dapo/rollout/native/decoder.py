@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dapo.model.forward import hidden_states, output_head
 from dapo.records import FinishReason, Sample
@@ -97,7 +98,7 @@ class _Waiting:
     indices: deque[int]
     draft: Draft = NO_DRAFT
     prompt: PromptEntry | None = None
-    logits: torch.Tensor | None = None
+    logits: Tensor | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -110,11 +111,11 @@ class _Row:
     request: Request
     index: int
     limit: int
-    uniform: torch.Tensor
+    uniform: Tensor
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    top: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Ids and log-probabilities of the most likely tokens at each place, if they are asked for."""
 
 
@@ -288,7 +289,7 @@ class Decoder:
         logits = self._head.logits(hidden[:, 0])[: len(self._rows)]
         self._append_tokens(logits, 0, list(self._rows))
 
-    def _append_tokens(self, logits: torch.Tensor, first_row: int, rows: list[_Row]) -> None:
+    def _append_tokens(self, logits: Tensor, first_row: int, rows: list[_Row]) -> None:
         """Draw the next token of ``rows`` (which start at ``first_row``) and take out those that are done."""
         uniform = torch.stack([row.uniform[len(row.tokens)] for row in rows])
         settings: list[Sampling] = [row.request.sampling for row in rows]

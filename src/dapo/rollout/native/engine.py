@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
@@ -180,13 +181,13 @@ class NativeEngine:
             raise EngineError(f"weights: version {version} was given after version {self.version}")
         self._incomplete, self._missing = version, set(self._parameters)
 
-    async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+    async def put(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         await self._call(lambda: self._put(bucket))
 
     @torch.no_grad()
-    def _put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _put(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         check_known(bucket, self.shapes)
-        given: dict[str, torch.Tensor] = {}
+        given: dict[str, Tensor] = {}
         for name, tensor in bucket:
             before = given.get(name, None if name in self._missing else self._parameters[name])
             if before is not None and not torch.equal(tensor.to(before), before):
@@ -196,11 +197,11 @@ class NativeEngine:
             torch._foreach_copy_([self._parameters[name] for name in given], list(given.values()))
         self._missing.difference_update(given)
 
-    async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
+    async def commit(self, fingerprint: Mapping[str, Tensor]) -> None:
         await self._call(lambda: self._commit(fingerprint))
 
     @torch.no_grad()
-    def _commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
+    def _commit(self, fingerprint: Mapping[str, Tensor]) -> None:
         if self._incomplete is None:
             raise EngineError("weights: a commit without a begin")
         check_given(self._missing)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dapo.rollout.engine import Sampling
 
@@ -24,14 +25,14 @@ class RowSettings:
     are off.
     """
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], device: torch.device | str = "cpu") -> "RowSettings":
-        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        def column(values: list[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
         return cls(
@@ -46,14 +47,12 @@ class RowSettings:
         return RowSettings(self.temperature[:rows], self.top_k[:rows], self.top_p[:rows], self.min_p[:rows])
 
 
-def uniforms(seed: int, count: int) -> torch.Tensor:
+def uniforms(seed: int, count: int) -> Tensor:
     """The ``count`` uniform numbers in [0, 1) that decide the tokens of the sample with this seed; float64."""
     return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).random(count))
 
 
-def sample(
-    logits: torch.Tensor, uniform: torch.Tensor, settings: Sequence[Sampling]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: Tensor, uniform: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
     Args:
@@ -78,7 +77,7 @@ def sample(
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
-def thresholds(logits: torch.Tensor, rows: RowSettings) -> torch.Tensor:
+def thresholds(logits: Tensor, rows: RowSettings) -> Tensor:
     """What a logit has to reach for its token to stay: the largest of what top-k, top-p and min-p ask for.
 
     Top-k: the k-th largest logit. Top-p, of the distribution over what top-k leaves: the last logit of the shortest
@@ -107,7 +106,7 @@ def thresholds(logits: torch.Tensor, rows: RowSettings) -> torch.Tensor:
     return torch.stack(limits).amax(dim=0)
 
 
-def most_likely(logits: torch.Tensor, settings: Sequence[Sampling]) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+def most_likely(logits: Tensor, settings: Sequence[Sampling]) -> list[tuple[Tensor, Tensor] | None]:
     """The ``top_logprobs`` most likely tokens of each row: what the model says, before any truncation.
 
     Args:
@@ -120,7 +119,7 @@ def most_likely(logits: torch.Tensor, settings: Sequence[Sampling]) -> list[tupl
         where none are asked for.
     """
     asked = [i for i, s in enumerate(settings) if s.top_logprobs]
-    found: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(settings)
+    found: list[tuple[Tensor, Tensor] | None] = [None] * len(settings)
     scaled = logits[asked] / _temperatures([settings[i] for i in asked])
     for i, logprobs in zip(asked, torch.log_softmax(scaled, dim=-1), strict=True):
         count = min(settings[i].top_logprobs, len(logprobs))
@@ -130,16 +129,16 @@ def most_likely(logits: torch.Tensor, settings: Sequence[Sampling]) -> list[tupl
     return found
 
 
-def _temperatures(settings: Sequence[Sampling]) -> torch.Tensor:
+def _temperatures(settings: Sequence[Sampling]) -> Tensor:
     return torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float32)[:, None]
 
 
-def _column(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _column(rows: Tensor, places: Tensor) -> Tensor:
     """The element at ``places[r]`` of each row."""
     return rows.gather(1, places[:, None].long())[:, 0]
 
 
-def _inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """The first token whose cumulative probability exceeds the uniform number.
 
     Float64, so that rounding in the sum over a large vocabulary does not shift tokens; scaled by the sum itself, so

@@ -7,6 +7,7 @@ Page 0 belongs to nobody, so that a table may name it where a row has no page.
 import math
 
 import torch
+from torch import Tensor
 
 from dapo.model.attention import AttentionSpec, masked_attention, seen_keys
 from dapo.rollout.native.paged.pool import Pool, PoolShape
@@ -23,13 +24,13 @@ _MOST_SPLITS = 64
 def attend(
     pool: Pool,
     spec: AttentionSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    lengths: Tensor,
     splits: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`decode_attention` where there is a GPU, :func:`decode_attention_reference` where there is none."""
     if query.is_cuda:
         return decode_attention(spec, query, key, value, pool.address, pool.shape, table, lengths, splits)
@@ -38,15 +39,15 @@ def attend(
 
 def decode_attention(
     spec: AttentionSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    address: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    address: Tensor,
     shape: PoolShape,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
+    table: Tensor,
+    lengths: Tensor,
     splits: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Store one new token per row and attend from it over the row's tokens, itself included. Triton kernels, on the
     current device and stream; nothing waits for the device, so a CUDA graph can capture it.
 
@@ -71,14 +72,8 @@ def decode_attention(
 
 
 def decode_attention_reference(
-    spec: AttentionSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pool: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-) -> torch.Tensor:
+    spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, table: Tensor, lengths: Tensor
+) -> Tensor:
     """What :func:`decode_attention` computes, in plain PyTorch and float32. It takes the pool itself."""
     shape = PoolShape.of(pool)
     _check(query, key, value, shape, table, lengths)
@@ -117,7 +112,7 @@ def choose_splits(rows: int, kv_heads: int, max_context_tokens: int, processors:
     return max(1, min(wanted, max_context_tokens // _LEAST_TOKENS, _MOST_SPLITS))
 
 
-def store(pool: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+def store(pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Store tokens, such as those of prompts.
 
     Args:
@@ -130,7 +125,7 @@ def store(pool: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor
     pool[layer, 1][page, :, place] = value.to(pool.dtype)
 
 
-def copy_pages(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_pages(pool: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy whole pages, all layers of each.
     ``source``, ``target``: int64 ``[n]``. No target may occur twice or be a source."""
     at_a_time = max(1, COPY_BYTES // PoolShape.of(pool).page_bytes)
@@ -139,14 +134,7 @@ def copy_pages(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -
         pool.index_copy_(2, target[some], pool.index_select(2, source[some]))
 
 
-def _check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    shape: PoolShape,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, shape: PoolShape, table: Tensor, lengths: Tensor) -> None:
     rows, heads, dim = query.shape
     new_token = (rows, shape.kv_heads, shape.head_dim)
     if dim != shape.head_dim or heads % shape.kv_heads or key.shape != new_token or value.shape != new_token:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dapo.model.attention import AttentionSpec
 from dapo.rollout.native.paged.pool import PoolShape
@@ -234,16 +235,16 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 def launch(
     spec: AttentionSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    address: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    address: Tensor,
     shape: PoolShape,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
+    table: Tensor,
+    lengths: Tensor,
     splits: int,
     tile: Tile,
-) -> torch.Tensor:
+) -> Tensor:
     """Run the kernels. Arguments as in :func:`attention.decode_attention`, which has checked them."""
     rows, heads, dim = query.shape
     group = heads // shape.kv_heads

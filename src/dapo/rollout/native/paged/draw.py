@@ -8,6 +8,7 @@ Truncation is the threshold per row of :func:`dapo.rollout.native.sampler.thresh
 """
 
 import torch
+from torch import Tensor
 
 from dapo.rollout.native.sampler import RowSettings, thresholds
 
@@ -15,9 +16,7 @@ from dapo.rollout.native.sampler import RowSettings, thresholds
 ROWS_AT_ONCE = 32
 
 
-def draw(
-    logits: torch.Tensor, uniform: torch.Tensor, settings: RowSettings, *, truncate: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: Tensor, uniform: Tensor, settings: RowSettings, *, truncate: bool) -> tuple[Tensor, Tensor]:
     """Draw one token per row; kernels on CUDA, :func:`draw_reference` elsewhere.
 
     Args:
@@ -44,9 +43,7 @@ def draw(
     return draw_kernels.draw(logits, uniform, settings, truncate=truncate)
 
 
-def draw_reference(
-    logits: torch.Tensor, uniform: torch.Tensor, settings: RowSettings, *, truncate: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_reference(logits: Tensor, uniform: Tensor, settings: RowSettings, *, truncate: bool) -> tuple[Tensor, Tensor]:
     """:func:`draw` in PyTorch and float64: what the kernels are tested against."""
     z = logits / _divisor(settings)
     if truncate:
@@ -60,7 +57,7 @@ def draw_reference(
     return tokens, (relative.gather(1, tokens[:, None])[:, 0] - total.log()).float()
 
 
-def top_logprobs(logits: torch.Tensor, settings: RowSettings, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_logprobs(logits: Tensor, settings: RowSettings, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` most likely tokens of each row before truncation.
 
     Args:
@@ -88,12 +85,12 @@ def top_logprobs(logits: torch.Tensor, settings: RowSettings, k: int) -> tuple[t
     return ids, logprobs
 
 
-def _divisor(settings: RowSettings) -> torch.Tensor:
+def _divisor(settings: RowSettings) -> Tensor:
     """``[R, 1]``: what logits are divided by."""
     return torch.where(settings.temperature == 0, 1.0, settings.temperature)[:, None]
 
 
-def _pick(wanted: torch.Tensor, possible: torch.Tensor) -> torch.Tensor:
+def _pick(wanted: Tensor, possible: Tensor) -> Tensor:
     """``[R]``: the first index that is wanted and possible; without one, the last possible; without any, 0."""
     size = wanted.shape[1]
     index = torch.arange(size, device=wanted.device)

@@ -17,6 +17,7 @@ multiple of 16 bytes; other addresses compile to a kernel that adds in another o
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dapo.rollout.native.sampler import RowSettings
 
@@ -35,8 +36,8 @@ SEARCH_WARPS = 16
 
 
 def draw(
-    logits: torch.Tensor, uniform: torch.Tensor, settings: RowSettings, *, truncate: bool, block: int = BLOCK
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, uniform: Tensor, settings: RowSettings, *, truncate: bool, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
     """See :func:`dapo.rollout.native.paged.draw.draw`; ``block`` (a power of two): logits per block of a row."""
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, block)

@@ -9,6 +9,7 @@ holds the pool's present address.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class PoolShape:
             raise ValueError(f"a paged cache needs heads of a multiple of 8, got {self.head_dim}")
 
     @classmethod
-    def of(cls, pool: torch.Tensor) -> "PoolShape":
+    def of(cls, pool: Tensor) -> "PoolShape":
         layers, _, pages, kv_heads, page_tokens, head_dim = pool.shape
         return cls(layers, pages, kv_heads, page_tokens, head_dim, pool.dtype)
 
@@ -57,7 +58,7 @@ class Pool:
         self.shape = shape
         self.address = torch.zeros(1, dtype=torch.int64, device=device)
         """``[1]``: the pool's address, 0 without one; what the kernels read."""
-        self._tensor: torch.Tensor | None = None
+        self._tensor: Tensor | None = None
 
     @property
     def attached(self) -> bool:
@@ -65,12 +66,12 @@ class Pool:
         return self._tensor is not None
 
     @property
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         if self._tensor is None:
             raise RuntimeError("the cache has no memory now: attach(...) comes first")
         return self._tensor
 
-    def attach(self, tensor: torch.Tensor) -> None:
+    def attach(self, tensor: Tensor) -> None:
         """This is the pool from now on, in the order of the current stream. Its contents need not be initialised."""
         if tuple(tensor.shape) != self.shape.sizes or tensor.dtype != self.shape.dtype or not tensor.is_contiguous():
             raise ValueError(f"expected a contiguous {self.shape.dtype} tensor of {self.shape.sizes}")

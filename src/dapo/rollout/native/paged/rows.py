@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from dapo.rollout.engine import Sampling
 from dapo.rollout.native.paged.device import RowStart
@@ -27,7 +28,7 @@ class Rows:
     ) -> None:
         """``max_tokens``: longest response. ``pages_per_row``: width of the block tables."""
 
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.count = rows
@@ -42,10 +43,10 @@ class Rows:
         self.logprobs = zeros(rows, max_tokens + 1, dtype=torch.float32)
         self.settings = RowSettings.of([Sampling(0.0, 1)] * rows, device)
         self.stop_ids = torch.tensor(list(stop_ids) or [-1], dtype=torch.int64, device=device)
-        self.top_ids: torch.Tensor | None = None
-        self.top_logprobs: torch.Tensor | None = None
+        self.top_ids: Tensor | None = None
+        self.top_logprobs: Tensor | None = None
 
-    def _per_row(self) -> list[torch.Tensor]:
+    def _per_row(self) -> list[Tensor]:
         """What moves with a row; the block tables are the host's."""
         settings = self.settings
         return [
@@ -126,7 +127,7 @@ class Rows:
         self.top_ids, self.top_logprobs = ids, logprobs
         return True
 
-    def record(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def record(self, tokens: Tensor, logprobs: Tensor) -> None:
         """A step has drawn ``tokens`` ``[n]`` for the first n rows: write them down and see who is done.
 
         Runs inside of a captured graph: no value is looked at.
@@ -141,7 +142,7 @@ class Rows:
         done = (tokens[:, None] == self.stop_ids).any(dim=1) | (self.generated[:n] >= self.limits[:n])
         self.lengths[:n] = torch.where(active & ~done, self.lengths[:n] + 1, IDLE)
 
-    def record_top(self, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def record_top(self, ids: Tensor, logprobs: Tensor) -> None:
         """To be called before :meth:`record`: the most likely tokens ``[n, k]`` at the place about to be filled."""
         assert self.top_ids is not None and self.top_logprobs is not None
         n, k = ids.shape
@@ -154,10 +155,10 @@ class Rows:
         both = torch.stack([self.lengths.long(), self.generated]).cpu().numpy()
         return both[0], both[1]
 
-    def _index(self, values: Sequence[int]) -> torch.Tensor:
+    def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
-    def _send(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+    def _send(self, values: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
 

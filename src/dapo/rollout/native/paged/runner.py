@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from dapo.model.attention import AttentionSpec
 from dapo.model.forward import hidden_states, output_head
@@ -145,7 +146,7 @@ class DeviceRunner:
                 "rollout.cache_gib a smaller value"
             ) from None
 
-    def _send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _send(self, values: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.state.device)
 
     def _step(self, rows: int, variant: Variant) -> None:
@@ -202,7 +203,7 @@ class _CudaSteps:
 class _Arriving:
     """Arrays on their way to the host, which need not wait for them before it has the device go on."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> None:
         self._counts = list(counts)
         self._event: torch.cuda.Event | None = None
         if not tensors[0].is_cuda:
@@ -224,12 +225,12 @@ class _Arriving:
 class _Prefill:
     """Packed causal attention that also stores keys and values in the pool."""
 
-    def __init__(self, pool: Pool, lengths: Sequence[int], slots: torch.Tensor) -> None:
+    def __init__(self, pool: Pool, lengths: Sequence[int], slots: Tensor) -> None:
         self._pool = pool
         self._slots = slots
         self._packed = PackedAttention(lengths, slots.device)
 
-    def attend(self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         store(self._pool.tensor, spec.layer, key[0].transpose(0, 1), value[0].transpose(0, 1), self._slots)
         return self._packed.attend(spec, query, key, value)
 
@@ -237,10 +238,10 @@ class _Prefill:
 class _Decode:
     """One token per row over its pages; the rows lie side by side like the tokens of one packed row."""
 
-    def __init__(self, pool: Pool, table: torch.Tensor, lengths: torch.Tensor, splits: int) -> None:
+    def __init__(self, pool: Pool, table: Tensor, lengths: Tensor, splits: int) -> None:
         self._pool, self._table, self._lengths, self._splits = pool, table, lengths, splits
 
-    def attend(self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [R, heads, D] each
         return attend(self._pool, spec, query, key, value, self._table, self._lengths, self._splits).unsqueeze(0)
 
