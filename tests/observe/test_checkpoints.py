@@ -171,16 +171,6 @@ def test_if_all_are_damaged_nothing_is_loaded_and_nothing_started(three: Path) -
     assert len(names(three)) == 3
 
 
-def test_a_checkpoint_of_an_earlier_version_is_used_and_said_to_be_unchecked(three: Path) -> None:
-    for folder in RunFolder(three).checkpoints.glob("step-*"):
-        (folder / MANIFEST).unlink()
-        state = json.loads((folder / "state.json").read_text())
-        del state["format"]
-        (folder / "state.json").write_text(json.dumps(state))
-    summary, listener = go_on(three, {"training.steps": 4})
-    assert summary["steps"] == 4 and [w for w in listener.warnings if "cannot be checked" in w]
-
-
 def test_a_best_step_whose_checkpoint_is_damaged_is_not_the_best_any_longer(tmp_path: Path) -> None:
     changes = EACH | {"evaluation.every": 1, "run.keep_last": None}
     run(tmp_path, changes, heldout=PROMPTS[:4])
