@@ -54,9 +54,8 @@ def plan_of(config: Config) -> dict[str, int | str]:
 
 def plan_line(plan: Mapping[str, object]) -> str:
     if "rows per update" in plan:  # of a stage
-        return (
-            f"{counted(plan['steps'], 'update')} of {counted(plan['rows per update'], 'row')}, of {plan['rows']:,} rows"
-        )
+        each = counted(plan["rows per update"], "row")
+        return f"{counted(plan['steps'], 'update')} of {each}, of {plan['rows']:,} rows"
     return (
         f"{counted(plan['steps'], 'step')}, each {counted(plan['prompts per step'], 'prompt')} x "
         f"{counted(plan['samples per prompt'], 'sample')} = {counted(plan['samples per step'], 'sample')}, "

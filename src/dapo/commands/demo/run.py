@@ -62,11 +62,9 @@ def run_demo(
     if console is not None:
         before, after = experiment.evaluator.before, experiment.evaluator.after
         assert before is not None and after is not None  # the demo has held-out rows
-        said = (
-            f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward "
-        )
+        said = f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the"
         world = f"made for it (data, tokenizer, warmed-up model): {_world(config)}"
-        lines = (f"{said}saw the final answer only.", world, _control(config.data.shuffle_answers))
+        lines = (f"{said} reward saw the final answer only.", world, _control(config.data.shuffle_answers))
         groups = (before.groups, after.groups)
         print_change(console, summary, "expressions", (("right answers", "greedy"),), groups, _expression, lines)
     return summary

@@ -130,10 +130,10 @@ def overlap_told(entries: Sequence[Entry]) -> str:
         return f"{told}engine's own is known: compare time/step with that of a run with rollout.max_staleness=0."
     if wall:
         saved = both / (wall + both)
-        told = (
-            f"{over} sampling beside the updates saved {saved:.0%} of the time that taking turns would have taken. Of "
+        told = f"{over} sampling beside the updates saved {saved:.0%} of the time that taking turns would have taken. "
+        told += (
+            f"Of the rest, the learner waited for samples {waited / wall:.0%}; the engine was idle {idle / wall:.0%}."
         )
-        told += f"the rest, the learner waited for samples {waited / wall:.0%}; the engine was idle {idle / wall:.0%}."
         return told + (" There is little to win where one of the two is most of a step." if saved < 0.05 else "")
     seconds, sampling = total("time/step"), total("time/rollout", "time/reward_wait")
     if not seconds:

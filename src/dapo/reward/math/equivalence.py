@@ -35,14 +35,7 @@ from dapo.reward.math.structure import (
     strip_name,
     unbracket,
 )
-from dapo.reward.math.symbolic import (
-    constant_ratio,
-    has_value,
-    literal,
-    parsed,
-    real_number,
-    same_expression,
-)
+from dapo.reward.math.symbolic import constant_ratio, has_value, literal, parsed, real_number, same_expression
 from dapo.reward.math.units import PERCENT, Quantity, clock, is_time, same_time, split_unit, unit_ratio
 
 _Same = Callable[[str, str], bool]
