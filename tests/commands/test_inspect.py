@@ -124,7 +124,7 @@ def test_a_run_of_one_step_has_no_steps(tmp_path: Path) -> None:
 
 def test_the_evaluation_before_training_alone_is_neither_the_best_nor_one_after(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", steps=2)
-    run.write_summary({"steps": 2, "stopped": "interrupted", "accuracy_after": 0.25})  # of an earlier version
+    run.write_summary({"steps": 2, "stopped": "interrupted"})
     (run.checkpoints / "best.json").write_text('{"step": 0, "metric": "eval/accuracy", "value": 0.25}')
     assert "best " not in shown(run.root)
     found = read_json(run.root)
