@@ -61,9 +61,7 @@ def reward_function(
         raise RewardError(
             f"reward_function: responses_per_call={responses_per_call} has no effect without batched=True"
         )
-    if responses_per_call is not None and (
-        isinstance(responses_per_call, bool) or not isinstance(responses_per_call, int) or responses_per_call < 1
-    ):
+    if responses_per_call is not None and (type(responses_per_call) is not int or responses_per_call < 1):
         raise RewardError(
             f"reward_function: responses_per_call must be a whole number of at least 1, got {responses_per_call!r}"
         )
