@@ -113,7 +113,7 @@ class TokenArrays:
     ``token_ids`` int32, ``logprobs`` float32 (the engine's, nats) and ``versions`` int32. Of each group once:
     ``prompt_lengths`` int32 ``[G]`` and ``prompt_ids`` int32 ``[P]``. Per response token, NaN where they were not
     computed: ``trainer_logprobs`` float32, by the weights at the start of the step, and ``entropy`` float16, before the
-    first update that the token is in; checksums are without these two.
+    first update that the token is in. Earlier versions stored neither, and checksums are without them.
     """
 
     lengths: Any
@@ -165,6 +165,8 @@ class TokenArrays:
         try:
             with safe_open(path, framework="numpy") as file:  # each array is read by itself: no copy of the whole file
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            for name, kind in cls._COMPUTED.items():
+                found.setdefault(name, np.full(len(found["token_ids"]), np.nan, kind))
             kinds = {**cls._TYPES, **cls._COMPUTED}
             arrays = cls(**{n: found[n].astype(kind, casting="safe", copy=False) for n, kind in kinds.items()})
             arrays._check()
