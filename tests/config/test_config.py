@@ -364,7 +364,7 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> Non
         "rollout.samples_per_prompt=0",
         "rollout.prompts_per_step=0",
         "algorithm.filter_groups.max_num_gen_batches=0",
-        "algorithm.clip_ratio_low=1",
+        "algorithm.clip_ratio_low=1.01",
         "algorithm.clip_ratio_c=1",
         "algorithm.overlong_buffer.len=-1",
         "algorithm.kl.mode=on",

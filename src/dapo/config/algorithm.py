@@ -31,10 +31,14 @@ class OverlongBufferConfig(Section):
     """Size of the punishment at L_max."""
 
 
+ADVANTAGES = ("group-norm", "group-mean", "leave-one-out", "batch-norm")
+OBJECTIVES = ("dapo", "gspo", "cispo")
+
+
 class AdvantageConfig(Section):
-    kind: Annotated[PathText, AfterValidator(OneOf(("group-norm", "group-mean", "leave-one-out")))] = "group-norm"
+    kind: Annotated[PathText, AfterValidator(OneOf(ADVANTAGES))] = "group-norm"
     """`group-norm`: (R - mean) / (std + epsilon) (Eq. 9). `group-mean`: R - mean (Dr. GRPO). `leave-one-out`: R - mean
-    of the others (RLOO)."""
+    of the others (RLOO). `batch-norm`: R - mean, then normalised over the loss tokens of the batch (REINFORCE++)."""
     epsilon: float = Field(1e-6, ge=0)
     """Added to the standard deviation."""
 
@@ -66,13 +70,14 @@ class KLConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    objective: Annotated[PathText, AfterValidator(OneOf(("dapo",)))] = "dapo"
-    """What each update minimises. `dapo`: the clipped loss (Eq. 8, 10, 12). One of
+    objective: Annotated[PathText, AfterValidator(OneOf(OBJECTIVES))] = "dapo"
+    """What each update minimises. `dapo`: the clipped loss (Eq. 8, 10, 12). `gspo`: the same on the ratio of a whole
+    response. `cispo`: the ratio is clipped as a weight, and clipped tokens keep a gradient. One of
     yours knows neither the keys clip_ratio_* nor a KL in the loss."""
-    clip_ratio_low: float = Field(0.2, ge=0, lt=1)
-    """epsilon_low (Eq. 10)."""
+    clip_ratio_low: float = Field(0.2, ge=0, le=1)
+    """epsilon_low (Eq. 10). 1: no ratio is too small, as CISPO has it. GSPO: 3e-4."""
     clip_ratio_high: float = Field(0.28, ge=0)
-    """epsilon_high (Eq. 10): above epsilon_low, so that unlikely tokens can still grow (Clip-Higher)."""
+    """epsilon_high (Eq. 10): above epsilon_low, so that unlikely tokens can still grow (Clip-Higher). GSPO: 4e-4."""
     clip_ratio_c: float | None = Field(10.0, gt=1)
     """Dual clip: with a negative advantage the loss of a token is at most c |A|. null: off."""
     loss_agg_mode: Literal["token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = (

@@ -170,8 +170,8 @@ _SAYS_RIGHT = {"compose": "correct", "model": "correct_above", "judge": "correct
 
 def kl_in_loss_of_another(objective: str) -> str:
     return (
-        f"algorithm.kl.mode: loss is a term of the objective dapo, and algorithm.objective is {objective}; use "
-        "mode=reward or mode=measure, or put the term into your objective"
+        "algorithm.kl.mode: loss is a term of the objectives dapo, gspo and cispo, and algorithm.objective is "
+        f"{objective}; use mode=reward or mode=measure, or put the term into your objective"
     )
 
 
@@ -187,7 +187,7 @@ def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
             f"algorithm.correction.low: {algorithm.correction.low} must be below algorithm.correction.high="
             f"{algorithm.correction.high}; such as 0.5 and 2.0"
         )
-    if algorithm.objective != "dapo" and algorithm.kl.mode == "loss":
+    if ":" in algorithm.objective and algorithm.kl.mode == "loss":
         yield kl_in_loss_of_another(algorithm.objective)
     if algorithm.kl.target is not None and algorithm.kl.mode not in ("loss", "reward"):
         yield (
@@ -236,7 +236,7 @@ def _conflicts_of_staleness(config: Config) -> Iterator[str]:
             f"runtime.deterministic: with rollout.max_staleness={staleness} samples are drawn during updates, and the "
             "clock decides which weights each token comes from; use rollout.max_staleness=0 or deterministic=false"
         )
-    alone = staleness and algorithm.objective == "dapo" and kind == "none"  # only clipping bounds older samples
+    alone = staleness and ":" not in algorithm.objective and kind == "none"  # only clipping bounds older samples
     if alone and algorithm.clip_ratio_high > _NEVER_CLIPS:
         yield (
             f"algorithm.clip_ratio_high: {algorithm.clip_ratio_high:g} never clips, and with "
@@ -261,6 +261,10 @@ def _conflicts_of_staleness(config: Config) -> Iterator[str]:
             "and with proximal=interpolate they come with it; use kind=truncate with level=token, or "
             "algorithm.proximal=recompute"
         )
+
+
+_WIDE_FOR_A_RESPONSE = 0.05
+"""Of a clip in GSPO: a hundred times the paper's."""
 
 
 def _divisors_near(total: int, wanted: int) -> list[int]:
@@ -313,6 +317,11 @@ def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
     low, high = config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high
     if high < low:
         found.append(f"algorithm.clip_ratio_high={high} is below clip_ratio_low={low}: the opposite of Clip-Higher")
+    if config.algorithm.objective == "gspo" and high > _WIDE_FOR_A_RESPONSE:
+        found.append(
+            f"algorithm.clip_ratio_high={high:g} is wide for gspo: the ratio of a whole response is a mean over its "
+            "tokens and stays near 1, so nothing is clipped; the paper has 3e-4 and 4e-4 (recipes/method/gspo.yaml)"
+        )
     rewards = config.reward.rewards.values() if config.reward.kind == "compose" else (config.reward,)
     if config.runtime.deterministic and any(reward.kind == "model" for reward in rewards):
         found.append(

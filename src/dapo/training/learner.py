@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from dapo.algorithm.kin import OBJECTIVES
 from dapo.algorithm.kl import AdaptiveKL, KLEstimator
 from dapo.algorithm.objective import (
-    DapoObjective,
     Stats,
     TokenInputs,
     importance_weights,
@@ -102,7 +102,7 @@ class LocalLearner(BaseLearner):
         if self._own is not None:
             return self._own
         algorithm = self._config.algorithm
-        return DapoObjective(
+        return OBJECTIVES[algorithm.objective](
             clip_ratio_low=algorithm.clip_ratio_low,
             clip_ratio_high=algorithm.clip_ratio_high,
             clip_ratio_c=algorithm.clip_ratio_c,
@@ -130,7 +130,7 @@ class LocalLearner(BaseLearner):
 
 
 def own_objective(config: Config, given: Objective | None = None, trial: bool = False) -> Objective | None:
-    """The user's objective: ``given``, or the one that the recipe names; None: it is dapo. A class is called for one.
+    """The user's objective: ``given``, or the one that the recipe names; None: it is one of ours. A class is called.
     Raises ConfigError: there is none of this name, its unit is unknown, or it fails on a few tokens (``trial``)."""
     own: Any = own_part(config, "algorithm.objective", given)
     if own is None:

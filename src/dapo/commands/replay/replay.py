@@ -88,7 +88,7 @@ def replay(
     stored = read_step(view.folder, step)
     wanted = _wanted(stored, sample)
     in_memory = view.algorithm_from_python
-    again = stored.trained if in_memory else list(map(BatchBuilder(config).shape, stored.trained))
+    again = stored.trained if in_memory else BatchBuilder(config).shape(stored.trained)
     planned = recompute.planned_updates(stored.trained, config)
     if update is not None and not 0 <= update < len(planned):
         there = f"there are 0 to {len(planned) - 1}" if planned else "it has none: there was nothing to train on"
