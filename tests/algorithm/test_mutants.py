@@ -46,7 +46,7 @@ MUTANTS = [
     ("advantage.py", "[s.shaped_reward for s in group.scored]", "[s.verdict.value for s in group.scored]"),
     ("advantage.py", "advantage=0.0, in_loss=False", "advantage=0.0"),
     # admission
-    ("admission.py", "if len(verdicts) < 2:", "if len(verdicts) < 1:"),
+    ("admission.py", "if len(verdicts) < least:", "if len(verdicts) < 1:"),
     ("admission.py", "verdicts = [s.verdict for s in group.scored]", "verdicts = [s.reward for s in group.samples]"),
     ("admission.py", "> tolerance", ">= tolerance"),
     ("admission.py", "values = [v.value for v in verdicts]", "values = [s.shaped_reward for s in group.scored]"),
@@ -118,6 +118,19 @@ MUTANTS = [
     ("kin.py", "1 + self.clip_ratio_high)", "self.clip_ratio_high)"),
     ("kin.py", "known.importance.detach() * ", ""),
     ("kin.py", "clips_both_ways: ClassVar[bool] = True", "clips_both_ways: ClassVar[bool] = False"),
+    # gae
+    ("gae.py", "ends = lengths.cumsum(0) - 1\n    return", "ends = lengths.cumsum(0) - lengths\n    return"),
+    ("gae.py", "-coef * kl.double()", "coef * kl.double()"),
+    ("gae.py", "(lengths > 0) & ~truncated", "(lengths > 0) & truncated"),
+    ("gae.py", "(lengths > 0) & ~truncated", "lengths > 0"),
+    ("gae.py", "after.double().clone()", "after.double()"),
+    ("gae.py", "deltas[place] + gamma * lam * carried[rows]", "deltas[place] + lam * carried[rows]"),
+    ("gae.py", "rewards.double() + gamma * after.double()", "rewards.double() + after.double()"),
+    ("gae.py", "torch.maximum(plain", "torch.minimum(plain"),
+    ("gae.py", "old + (values - old).clamp(-clip, clip) - returns", "(values - old).clamp(-clip, clip) - returns"),
+    ("gae.py", "return plain / 2", "return plain"),
+    ("gae.py", "torch.where(mask, values, inputs.old)", "values"),
+    ("gae.py", "clipped = mask & ", "clipped = "),
     # kl
     ("kl.py", "d = logprobs - reference", "d = reference - logprobs"),
     ("kl.py", "d.square() / 2", "d.square()"),

@@ -90,6 +90,7 @@ def conflicts(config: Config) -> Iterator[str]:
     yield from conflicts_of_placement(config)
     yield from _conflicts_of_algorithm(config)
     yield from _conflicts_of_staleness(config)
+    yield from _conflicts_of_critic(config)
 
 
 def _conflicting_sizes(config: Config) -> Iterator[str]:
@@ -99,10 +100,10 @@ def _conflicting_sizes(config: Config) -> Iterator[str]:
             f"data.prompt_key: is the same key as data.answer_key ({config.data.answer_key!r}), which would show the "
             "model the answer; the defaults are prompt and answer"
         )
-    if rollout.samples_per_prompt < 2:
+    if rollout.samples_per_prompt < 2 and algorithm.kind == "group":
         yield (
             f"rollout.samples_per_prompt: is {rollout.samples_per_prompt}, but {algorithm.advantage.kind} compares the "
-            "samples of one prompt and needs at least 2; the paper uses 16"
+            "samples of one prompt and needs at least 2; the paper uses 16 (algorithm.kind=ppo compares none)"
         )
     n, per_update = rollout.prompts_per_step, training.groups_per_update
     if n % per_update:
@@ -123,12 +124,13 @@ def _conflicting_sizes(config: Config) -> Iterator[str]:
             "algorithm.overlong_hard_punishment: the hard and the soft punishment (algorithm.overlong_buffer) exclude "
             "each other; set one of them to false"
         )
-    longest = config.data.max_prompt_length + rollout.max_response_length
+    ppo = algorithm.kind == "ppo"
+    longest = config.data.max_prompt_length + rollout.max_response_length + ppo
     if training.tokens_per_micro_batch < longest:
         yield (
             f"training.tokens_per_micro_batch: is {training.tokens_per_micro_batch}, but one sample may have "
             f"{config.data.max_prompt_length} (data.max_prompt_length) + {rollout.max_response_length} "
-            f"(rollout.max_response_length) = {longest} tokens; use at least {longest}"
+            f"(rollout.max_response_length){' + 1 (the critic)' * ppo} = {longest} tokens; use at least {longest}"
         )
 
 
@@ -216,6 +218,40 @@ def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.loss_constant: is used by loss_agg_mode=constant only, which is "
             f"{algorithm.loss_agg_mode}; use loss_agg_mode=constant or loss_constant=null"
+        )
+
+
+def _conflicts_of_critic(config: Config) -> Iterator[str]:
+    algorithm, lora = config.algorithm, config.model.lora.rank > 0
+    apart, reference = config.runtime.kind == "ray", algorithm.kl.reference
+    if reference != "copy" and (apart or lora != (reference == "base")):
+        works = "use copy" if apart else "use base with model.lora, and copy or offload without"
+        yield f"algorithm.kl.reference: {reference} does not go with runtime.kind={config.runtime.kind}" + (
+            f" and model.lora.rank={config.model.lora.rank}; {works}"
+        )
+    if algorithm.kind != "ppo":
+        return
+    if apart:
+        yield "algorithm.kind: ppo trains in one process; use runtime.kind=local, or kind=group"
+    if algorithm.objective == "gspo":
+        yield (
+            "algorithm.objective: gspo has one ratio for a whole response, and ppo an advantage for each token; use "
+            "objective=dapo or cispo, or algorithm.kind=group"
+        )
+    if algorithm.filter_groups.enable and config.rollout.samples_per_prompt < 2:
+        yield (
+            "algorithm.filter_groups.enable: one sample is never right and wrong, so no group would be kept; use "
+            "enable=false or rollout.samples_per_prompt=2"
+        )
+    if config.rollout.max_staleness:
+        yield (
+            f"rollout.max_staleness: is {config.rollout.max_staleness}, but values of a critic are of samples of the "
+            "present policy; use 0"
+        )
+    if algorithm.critic.shared and (algorithm.critic.model is not None or lora):
+        yield (
+            "algorithm.critic.shared: is a head on the backbone of a policy that is trained whole; leave critic.model "
+            "and model.lora out, or use shared=false"
         )
 
 

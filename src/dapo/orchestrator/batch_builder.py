@@ -20,6 +20,7 @@ from dapo.algorithm.shaping import shape_rewards, subtract_kl
 from dapo.config import Config
 from dapo.config.user_parts import own_part
 from dapo.errors import ConfigError
+from dapo.orchestrator.ppo import ppo_columns
 from dapo.records import Group, TokenBatch
 from dapo.rollout.engine import SampleError
 from dapo.training.mismatch import measure_mismatch
@@ -104,6 +105,9 @@ class BatchBuilder:
                 "runtime.sync, rollout.cache_gib (then it does not sleep), or another rollout.engine"
             )
         shaped = list(map(self._shaped, groups))
+        if self.config.algorithm.kind == "ppo":
+            shaped, columns = ppo_columns(shaped, batch, self.config.algorithm, self.kl.coef)
+            return shaped, batch.with_columns(**columns)
         if self.config.algorithm.kl.mode == "reward":
             shaped = list(self._take_kl_off(shaped, batch))
         loss_tokens = np.bincount(batch.sample_ids, batch.mask, batch.num_samples).astype(int).tolist()

@@ -65,6 +65,7 @@ class BaseLearner(ABC):
                 chunks of tokens. Weights and optimizer are those before it then.
         """
         self.trainer, self._out_of_time = trainer, out_of_time
+        self._trainers = {"": trainer}  # by the folder that theirs are in, inside of a checkpoint
         self._pool = ThreadPoolExecutor(1, "dapo-training")
         self._compute = partial(in_thread, pool=self._pool)
 
@@ -93,15 +94,17 @@ class BaseLearner(ABC):
     @property
     def expected_bytes(self) -> int:
         """See :func:`dapo.training.snapshot.expected_bytes`."""
-        return expected_bytes(self.trainer)
+        return sum(map(expected_bytes, self._trainers.values()))
 
     def keep_faults(self, folder: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
         """Keep updates that are not finite in ``folder``, with texts that ``decode`` makes of token ids."""
-        self.trainer.faults = FaultFolder(folder, decode)
+        for name, trainer in self._trainers.items():
+            trainer.faults = FaultFolder(folder / name, decode)
 
     def begin_step(self, step: int, spent: float) -> None:
         """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
-        self.trainer.begin_step(step, spent)
+        for trainer in self._trainers.values():
+            trainer.begin_step(step, spent)
 
     async def update(self, step: int, index: int, mini: TokenBatch, into: UpdatesOfAStep) -> None:
         """Make update ``index`` of a step, unless it was made already, and leave its report in ``into``.
@@ -120,12 +123,18 @@ class BaseLearner(ABC):
 
     async def snapshot(self) -> LearnerSnapshot:
         """A copy of weights, optimizer and counters. Raises NumericalError or UserError: they are of no use."""
-        frozen = await self._compute(snapshot, self.trainer)
-        return LearnerSnapshot(snapshot_bytes(frozen), partial(write_snapshot, frozen))
+        frozen = {name: await self._compute(snapshot, trainer) for name, trainer in self._trainers.items()}
+
+        def write(folder: Path, stop_ids: Sequence[int]) -> None:
+            for name, one in frozen.items():
+                write_snapshot(one, folder / name, () if name else stop_ids)
+
+        return LearnerSnapshot(sum(map(snapshot_bytes, frozen.values())), write)
 
     async def load(self, folder: Path) -> None:
         """Go on from a snapshot. Raises UserError: missing or damaged, or of another model."""
-        await self._compute(load_snapshot, self.trainer, folder)
+        for name, trainer in self._trainers.items():
+            await self._compute(load_snapshot, trainer, folder / name)
 
     async def export(self, folder: Path, **how: Any) -> None:
         """Write the weights for other programs, see :meth:`dapo.training.trainer.Trainer.save`."""

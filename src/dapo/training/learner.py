@@ -9,9 +9,10 @@ multiplied matrices.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +33,14 @@ from dapo.errors import ConfigError
 from dapo.model.placement import device_of
 from dapo.records import TokenBatch
 from dapo.training.base_learner import BaseLearner, Watched
+from dapo.training.critic import Critic
 from dapo.training.micro_batch import upload
 from dapo.training.objective_protocol import Objective, Unit, unit_of
 from dapo.training.policy import Policy
+from dapo.training.reference import reference_policy
+from dapo.training.snapshot import LearnerSnapshot
 from dapo.training.trainer import Trainer
-from dapo.training.update_report import OWN_STATISTIC
+from dapo.training.update_report import CRITIC_ONLY, OWN_STATISTIC, UpdateReport, no_update
 from dapo.util.user_code import call_own
 
 
@@ -51,6 +55,7 @@ class LocalLearner(BaseLearner):
         objective: Objective | None = None,
         out_of_time: Callable[[], bool] = lambda: False,
         reference: Policy | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """
         Args:
@@ -59,13 +64,17 @@ class LocalLearner(BaseLearner):
             objective: in place of the recipe's.
             out_of_time: as for :class:`~dapo.training.base_learner.BaseLearner`.
             reference: in place of a copy.
+            critic: of PPO; None: there is none.
         """
         super().__init__(trainer, out_of_time)
         self._kl, self._given = kl, objective
         self._config, self._own = config, own_objective(config, objective)
         self._reference = reference
         if reference is None and config.algorithm.kl.mode != "off":
-            self._reference = trainer.policy.frozen_copy()
+            self._reference = reference_policy(trainer.policy, config.algorithm.kl.reference)
+        self._critic, self._step = critic, 0
+        if critic is not None:
+            self._trainers["critic"] = critic.trainer
 
     # --- the door, beside what all learners have ---------------------------------------------------------------------
 
@@ -75,6 +84,29 @@ class LocalLearner(BaseLearner):
             self._own = own_objective(config, self._given)
         self._config = config
         self.trainer.use(config.training)
+        if self._critic is not None:
+            self._critic.use(config)
+
+    def begin_step(self, step: int, spent: float) -> None:
+        super().begin_step(step, spent)
+        self._step = step
+
+    async def snapshot(self) -> LearnerSnapshot:
+        found, critic = await super().snapshot(), self._critic
+        if critic is None:
+            return found
+        ahead = replace(critic)
+
+        def write(folder: Path, stop_ids: Sequence[int]) -> None:
+            found.write(folder, stop_ids)
+            ahead.save(folder / "critic")
+
+        return replace(found, write=write)
+
+    async def load(self, folder: Path) -> None:
+        await super().load(folder)
+        if self._critic is not None:
+            self._critic.load(folder / "critic")
 
     async def annotate(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the log-probabilities that the recipe asks for, see :meth:`annotated`."""
@@ -84,7 +116,8 @@ class LocalLearner(BaseLearner):
 
     def annotated(self, batch: TokenBatch) -> TokenBatch:
         """With the columns ``proximal`` (``proximal: recompute``) and ``reference`` (KL), where they are asked for, and
-        with ``updates_behind`` where groups may be stale: optimizer updates made since the weights of each token."""
+        with ``updates_behind`` where groups may be stale: optimizer updates made since the weights of each token.
+        PPO has ``values`` and ``after`` (:meth:`dapo.training.critic.Critic.columns`)."""
         columns: dict[str, Any] = {}
         if self._config.rollout.max_staleness:
             columns["updates_behind"] = self.trainer.updates_behind(batch.versions)
@@ -92,7 +125,21 @@ class LocalLearner(BaseLearner):
             columns["proximal"] = self.trainer.policy.logprobs(batch).cpu().numpy()
         if self._reference is not None:
             columns["reference"] = self._reference.logprobs(batch).cpu().numpy()
+        if self._critic is not None:
+            columns |= self._critic.columns(batch)
         return batch.with_columns(**columns)
+
+    def _train(self, index: int, mini: TokenBatch) -> UpdateReport:
+        """The critic's update and then the policy's, which the first steps of PPO may leave out."""
+        if self._critic is None:
+            return super()._train(index, mini)
+        told = self._critic.learn(mini, self._out_of_time)
+        if self._step < self._config.algorithm.critic.warmup_steps:
+            report = no_update(mini, self.trainer.learning_rate, CRITIC_ONLY)
+        else:
+            report = super()._train(index, mini)
+        self._critic.ahead = None
+        return replace(report, statistics={**report.statistics, **told})
 
     # --- from a mini-batch to its loss ----------------------------------------------------------------------------
 

@@ -84,6 +84,11 @@ def replay(
     view = RunView.read(root)
     of_step = partial(config_of_step, load_config(view.folder.config), view.changes)
     config = of_step(step)
+    if config.algorithm.kind == "ppo":
+        raise ConfigError(
+            f"{root}: a step of algorithm.kind=ppo cannot be made again, as the values of its critic are not kept; "
+            "dapo inspect shows its samples, with the mean advantage of each"
+        )
     _require_step(view, step)
     stored = read_step(view.folder, step)
     wanted = _wanted(stored, sample)
