@@ -52,7 +52,7 @@ def test_only_a_cut_response_is_worth_something_at_its_end(algo):
 
 def plain_gae(rewards, values, last, gamma, lam):
     """Of one response, by the sum in its definition."""
-    following = [*values[1:], last]
+    following = [*values[1:], last][: len(values)]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
     return [sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))]
 

@@ -54,7 +54,7 @@ class _Offloaded(Policy):
 
 @contextmanager
 def _without_adapter(model: Any) -> Iterator[None]:
-    layers = [module for module in model.modules() if hasattr(module, "enable_adapters")]
+    layers = [module for module in model.modules() if hasattr(module, "base_layer")]
     for layer in layers:
         layer.enable_adapters(False)
     try:

@@ -94,7 +94,7 @@ def load_classifier(path: str, pad_token_id: int, trust_remote_code: bool, devic
         if has_adapter(model):
             raise ModelError(f"{path}: holds an adapter, and a critic is trained whole; merge it into its base")
         return as_classifier(model, pad_token_id)
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, GenerationConfig
 
     register_attention()
     check_supported(config)
@@ -105,5 +105,5 @@ def load_classifier(path: str, pad_token_id: int, trust_remote_code: bool, devic
     except Exception as error:  # a damaged weight file raises whatever its reader raises
         raise ModelError(f"{path}: cannot be read: {first_line(error)}") from None
     torch.nn.init.zeros_(model.score.weight)
-    model.generation_config, model.source_dtype = None, torch.float32
+    model.generation_config, model.source_dtype = GenerationConfig(), torch.float32
     return model.to(device).eval()
