@@ -46,7 +46,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path: Path, shared: bool) -> None:
     """Before the critic's update, and between it and the policy's; in a step of the critic alone, too."""
-    changes = PPO | {"algorithm.critic.shared": shared, "algorithm.critic.warmup_steps": 1}
+    changes = PPO | {"algorithm.critic.share_backbone": shared, "algorithm.critic.warmup_steps": 1}
     changes |= {"algorithm.kl.target": 0.01, "algorithm.kl.horizon": 50}
     run(tmp_path / "whole", changes)
     wanted = outcome(tmp_path / "whole")
@@ -103,8 +103,8 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
         ({"algorithm.filter_groups.enable": True}, "one sample is never right and wrong"),
         ({"algorithm.objective": "gspo"}, "an advantage for each token"),
         ({"rollout.max_staleness": 1, "runtime.deterministic": False}, "of the present policy; use 0"),
-        ({"algorithm.critic.shared": True, "algorithm.critic.model": "m"}, "leave critic.model"),
-        ({"algorithm.critic.shared": True, "model.lora.rank": 2}, "and model.lora out"),
+        ({"algorithm.critic.share_backbone": True, "algorithm.critic.model": "m"}, "leave critic.model"),
+        ({"algorithm.critic.share_backbone": True, "model.lora.rank": 2}, "and model.lora out"),
         ({"algorithm.kl.reference": "base"}, "use base with model.lora"),
         ({"algorithm.kl.reference": "offload", "model.lora.rank": 2}, "use base with model.lora"),
         ({"runtime.kind": "ray"}, "ppo trains in one process"),
@@ -137,7 +137,7 @@ def test_a_replay_says_why_not_and_a_critic_stays_what_it_is(tmp_path: Path) -> 
     run(tmp_path / "run", PPO | {"training.steps": 1})
     with pytest.raises(ConfigError, match="values of its critic are not kept"):
         replay(tmp_path / "run", 1)
-    fixed = ("algorithm.kind", "algorithm.critic.model", "algorithm.critic.shared", "algorithm.kl.reference")
+    fixed = ("algorithm.kind", "algorithm.critic.model", "algorithm.critic.share_backbone", "algorithm.kl.reference")
     assert not any(may_change(key, deterministic=False) for key in fixed)
     assert may_change("algorithm.critic.learning_rate", deterministic=True)
 

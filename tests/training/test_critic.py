@@ -75,7 +75,7 @@ def test_packing_cuts_and_order_change_neither_values_nor_gradient(shared):
     batch, found = batch_of(3), []
     rng = np.random.default_rng(0)
     for budget, order in ((32, None), (400, None), (64, rng.permutation(batch.num_samples))):
-        critic = critic_of(training__tokens_per_micro_batch=budget, algorithm__critic__shared=shared)
+        critic = critic_of(training__tokens_per_micro_batch=budget, algorithm__critic__share_backbone=shared)
         cut = batch if order is None else batch.select(order)
         back = slice(None) if order is None else np.argsort(batch.response_index(order))
         values = critic.columns(cut)["values"][back]
@@ -92,7 +92,7 @@ def test_the_head_begins_with_zeros_and_a_shared_one_leaves_the_policy_alone():
     """Not the policy's weights, nor their gradients: what the critic learns is its head."""
     for shared in (False, True):
         model = load_model(random_model("qwen2"))
-        config = settings(algorithm__critic__shared=shared, algorithm__critic__learning_rate=0.01)
+        config = settings(algorithm__critic__share_backbone=shared, algorithm__critic__learning_rate=0.01)
         critic = make_critic(config, model)
         policy = Trainer(model, config.training, 1.0)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -161,7 +161,7 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False, ranks: int 
         adam=0 if offloaded else 8 * held,
         engine=0 if apart else (vllm or width * trained) + second * width * trained,
         reference=0 if config.algorithm.kl.mode == "off" or config.algorithm.kl.reference != "copy" else 4 * held,
-        critic=16 * parameters if config.algorithm.kind == "ppo" and not config.algorithm.critic.shared else 0,
+        critic=16 * parameters if config.algorithm.kind == "ppo" and not config.algorithm.critic.share_backbone else 0,
         casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
         cache=0 if apart or stays else cache,
         activations=int(tokens * _kept(config, shape, on_gpu)),

@@ -59,7 +59,7 @@ class CorrectionConfig(Section):
 class CriticConfig(Section):
     model: PathText | None = None
     """Folder or name of the model that becomes the critic, such as a reward model. null: the policy as it begins."""
-    shared: bool = False
+    share_backbone: bool = False
     """A head on the policy's own backbone, which learns nothing from the critic's loss: no second model in memory."""
     learning_rate: float = Field(1e-5, gt=0)
     """Of the critic; its warm-up and the other settings of the optimizer are those of `training`."""

@@ -73,7 +73,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
         *_keys("data", "shuffle shuffle_answers source"),
     ),
     "it would be another policy": _keys("rollout", "engine temperature top_p top_k stop_token_ids stop"),
-    "values would be those of another critic": _keys("algorithm", "kind critic.model critic.shared"),
+    "values would be those of another critic": _keys("algorithm", "kind critic.model critic.share_backbone"),
     "the KL would be to another policy": ("algorithm.kl.reference",),
     "Adam's moments were made with it": ("training.betas",),
     "it has to hold for the whole run": ("runtime.deterministic",),

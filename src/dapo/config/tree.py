@@ -248,10 +248,10 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
             f"rollout.max_staleness: is {config.rollout.max_staleness}, but values of a critic are of samples of the "
             "present policy; use 0"
         )
-    if algorithm.critic.shared and (algorithm.critic.model is not None or lora):
+    if algorithm.critic.share_backbone and (algorithm.critic.model is not None or lora):
         yield (
-            "algorithm.critic.shared: is a head on the backbone of a policy that is trained whole; leave critic.model "
-            "and model.lora out, or use shared=false"
+            "algorithm.critic.share_backbone: is a head on the backbone of a policy that is trained whole; leave critic.model "
+            "and model.lora out, or use share_backbone=false"
         )
 
 

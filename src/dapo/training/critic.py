@@ -38,7 +38,7 @@ def make_critic(config: Config, model: Any) -> Critic | None:
         return None
     dtype, pad = getattr(torch, config.model.compute_dtype), model.config.eos_token_id
     pad = pad[0] if isinstance(pad, list) else pad or 0  # of no effect here: texts are not padded
-    if section.shared:
+    if section.share_backbone:
         own = as_classifier(model, pad)
         settings = critic_training(config).model_copy(update={"activation_checkpointing": False})  # the policy's
         trainer = score_trainer(own, settings, dtype, _HeadOnly())
