@@ -66,6 +66,8 @@ class LossBatch:
     clip_high: float = 0.28
     clip_c: float | None = None
     """Dual clip: at most c |A| for a negative advantage."""
+    objective: Literal["dapo", "gspo", "cispo"] = "dapo"
+    """What is clipped: each token's ratio, that of the whole response, or the weight of the gradient."""
     aggregation: Aggregation = "token-mean"
     constant: int | None = None
     """C of aggregation ``constant``: the sum over tokens, divided by C times the number of responses."""

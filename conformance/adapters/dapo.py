@@ -14,8 +14,9 @@ from conformance.contract import Adapter, LossBatch, Refused
 from conformance.scripted import chain_model, word_tokenizer
 from dapo.algorithm.admission import GroupVerdict, admit, judge
 from dapo.algorithm.advantage import with_advantages
+from dapo.algorithm.kin import OBJECTIVES
 from dapo.algorithm.kl import AdaptiveKL
-from dapo.algorithm.objective import DapoObjective, TokenInputs, importance_weights, token_weights
+from dapo.algorithm.objective import TokenInputs, importance_weights, token_weights
 from dapo.algorithm.shaping import overlong_penalty, shape_rewards
 from dapo.config import TrainingConfig, build_config, nested
 from dapo.errors import ConfigError
@@ -42,7 +43,7 @@ class DapoAdapter(Adapter):
         logprobs = _flat(batch.logprobs).requires_grad_()
         inputs = _inputs(batch, wanted, sample_ids, lengths)
         loss = torch.zeros((), dtype=torch.float64)
-        objective = DapoObjective(
+        objective = OBJECTIVES[batch.objective](
             clip_ratio_low=batch.clip_low,
             clip_ratio_high=batch.clip_high,
             clip_ratio_c=batch.clip_c,

@@ -51,9 +51,8 @@ class TrlAdapter(Adapter):
         width = batch.pad_to or max(lengths)
         numbers = GivenNumbers(
             len(lengths),
-            loss_type=LOSS_TYPES[batch.aggregation],
             epsilon=batch.clip_low,
-            epsilon_high=batch.clip_high,
+            **_objective_settings(batch),
             delta=batch.clip_c,
             pad_to_multiple_of=batch.pad_to,
             **({} if batch.constant is None else {"max_completion_length": batch.constant}),
@@ -182,6 +181,17 @@ class TrlAdapter(Adapter):
         except ValueError as error:
             raise Refused(str(error)) from None
         return {"accepted": True}
+
+
+def _objective_settings(batch: LossBatch) -> dict[str, Any]:
+    """What is 1 + clip_high elsewhere is the cap itself in CISPO, which has no lower border."""
+    if batch.objective == "cispo":
+        if batch.aggregation != "token-mean" or batch.clip_low < 1:
+            raise NotOffered("CISPO is a mean over tokens without a lower border")
+        return {"loss_type": "cispo", "epsilon_high": 1 + batch.clip_high}
+    level = "sequence" if batch.objective == "gspo" else "token"
+    found = {"loss_type": LOSS_TYPES[batch.aggregation], "epsilon_high": batch.clip_high}
+    return found | {"importance_sampling_level": level}
 
 
 def _sampler_settings(correction: Correction) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from dapo.records import Group, Prompt, Reward, Sample
 
-MODULES = ("shaping", "advantage", "admission", "objective", "kl")
+MODULES = ("shaping", "advantage", "admission", "objective", "kl", "kin", "gae")
 MODES = ("token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")
 
 # no database: a mutant's counterexample is not to be replayed on the real code

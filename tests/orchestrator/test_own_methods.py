@@ -151,8 +151,8 @@ def test_what_cannot_be_loaded_is_said_first(tmp_path: Path, changes: dict[str, 
     ("changes", "said"),
     [
         (
-            {"algorithm.objective": "gspo"},
-            r"objective: can be dapo, file.py:name or package.module:name",
+            {"algorithm.objective": "vtrace"},
+            r"objective: can be dapo, gspo, cispo, file.py:name or package.module:name",
         ),
         (
             {"algorithm.advantage.kind": "mine.py"},
@@ -160,7 +160,7 @@ def test_what_cannot_be_loaded_is_said_first(tmp_path: Path, changes: dict[str, 
         ),
         (
             {"algorithm.objective": "a.py:f", "algorithm.kl.mode": "loss"},
-            r"kl.mode: loss is a term of the objective dapo",
+            r"kl.mode: loss is a term of the objectives dapo",
         ),
     ],
 )
@@ -271,7 +271,7 @@ def test_given_methods(tmp_path: Path) -> None:
 
 
 def test_what_does_not_go_with_an_objective_from_python_is_refused_too(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="loss is a term of the objective dapo"):
+    with pytest.raises(ConfigError, match="loss is a term of the objectives dapo"):
         run(tmp_path / "kl", GSPO | {"algorithm.kl.mode": "loss"}, objective=own_methods.Gspo())
     small = {"training.tokens_per_micro_batch": 50}  # a group may have 8 + 4 x 12 tokens
     with pytest.raises(ConfigError, match=r"8 \(prompt\) \+ 4 x 12 \(responses\) = 56 tokens"):

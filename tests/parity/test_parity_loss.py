@@ -80,6 +80,22 @@ def test_truncated_importance_sampling(loss_type: str, cap: float, level: Any) -
     _same(random_batch(5, masked=0.2, correction=correction, **AGGREGATIONS[loss_type]))
 
 
+@pytest.mark.parametrize("masked", [0.0, 0.3])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("low", "high"), [(3e-4, 4e-4), (0.2, 0.28)])
+def test_gspo(low: float, high: float, cut: str, masked: float) -> None:
+    settings: dict[str, Any] = {"objective": "gspo", "aggregation": "seq-mean-token-mean"}
+    _same(random_batch(11, clip_low=low, clip_high=high, masked=masked, micro_batches=CUTS[cut], **settings))
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.3])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("high", [0.28, 4.0])
+def test_cispo(high: float, cut: str, masked: float) -> None:
+    settings: dict[str, Any] = {"objective": "cispo", "clip_low": 1.0, "clip_high": high, "spread": 0.9}
+    _same(random_batch(12, masked=masked, micro_batches=CUTS[cut], **settings))
+
+
 def test_everything_at_once() -> None:
     settings: dict[str, Any] = {"clip_c": 2.0, "kl_coef": 0.1, "correction": Correction("truncate", "token", cap=1.5)}
     _same(random_batch(6, spread=0.8, masked=0.3, micro_batches=CUTS["halves"], **settings))

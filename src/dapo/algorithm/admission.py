@@ -27,7 +27,7 @@ class GroupVerdict(StrEnum):
     """Fewer than two samples have a verdict: nothing to compare."""
 
 
-def judge(group: Group, *, metric: FilterMetric, tolerance: float = 1e-6) -> GroupVerdict:
+def judge(group: Group, *, metric: FilterMetric, tolerance: float = 1e-6, least: int = 2) -> GroupVerdict:
     """Whether ``group`` satisfies the constraint of Eq. 11, 0 < #correct < #scored, and if not, why.
 
     Only raw verdicts are looked at, never the shaped reward: the length penalty would make a group of wrong answers
@@ -38,12 +38,13 @@ def judge(group: Group, *, metric: FilterMetric, tolerance: float = 1e-6) -> Gro
         metric: ``acc`` decides by ``correct``; ``score`` by the spread of the raw reward, for tasks without right and
             wrong.
         tolerance: with ``score``, max - min must exceed it.
+        least: samples with a verdict that a group needs; 1 where nothing is compared.
 
     Raises:
         ValueError: metric ``acc``, but ``correct`` of a scored sample is None; or an unknown metric.
     """
     verdicts = [s.verdict for s in group.scored]
-    if len(verdicts) < 2:
+    if len(verdicts) < least:
         return GroupVerdict.TOO_FEW_SCORED
     if metric == "score":
         values = [v.value for v in verdicts]

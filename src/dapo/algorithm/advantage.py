@@ -37,14 +37,17 @@ ESTIMATORS: dict[str, Estimator] = {
     "group-norm": _group_norm,
     "group-mean": _group_mean,
     "leave-one-out": _leave_one_out,
+    "batch-norm": _group_mean,
 }
+OVER_THE_BATCH = frozenset({"batch-norm"})
+"""Those that :func:`normalised` follows, once all groups of a rollout are there."""
 
 
 def advantages(rewards: Tensor | Sequence[float], *, kind: str | Estimator, epsilon: float = 1e-6) -> Tensor:
     """The advantage of each response of one group.
 
     ``group-norm`` is (R - mean) / (std + epsilon) with the sample standard deviation (Eq. 9), ``group-mean`` R - mean
-    (Dr. GRPO), ``leave-one-out`` R - mean of the others (RLOO).
+    (Dr. GRPO), ``leave-one-out`` R - mean of the others (RLOO), ``batch-norm`` R - mean before :func:`normalised`.
 
     Args:
         rewards: [n] shaped rewards of the group. They are converted to float64 first.
@@ -95,3 +98,24 @@ def with_advantages(group: Group, *, kind: str | Estimator, epsilon: float = 1e-
         for s in group.samples
     )
     return replace(group, samples=tuple(samples))
+
+
+def normalised(groups: Sequence[Group], loss_tokens: Sequence[int], epsilon: float = 1e-6) -> list[Group]:
+    """Copies of ``groups`` whose advantages have mean 0 and deviation 1 over the loss tokens of all of them:
+    REINFORCE++ with a baseline (arXiv 2501.03262), where the groups are a whole rollout.
+    ``loss_tokens``: of each scored sample, in order."""
+    values = torch.tensor([s.advantage for g in groups for s in g.scored], dtype=torch.float64)
+    scaled = iter(whiten(values.repeat_interleave(torch.as_tensor(loss_tokens)), epsilon, of=values).tolist())
+    return [
+        replace(g, samples=tuple(replace(s, advantage=next(scaled)) if s.scored else s for s in g.samples))
+        for g in groups
+    ]
+
+
+def whiten(values: Tensor, epsilon: float = 1e-6, of: Tensor | None = None) -> Tensor:
+    """(x - mean) / (std + epsilon), with the mean and the sample standard deviation of ``values``, of these or of other
+    numbers. Fewer than two values, or equal ones, have none: 0 for all."""
+    numbers = values if of is None else of
+    if _flat(values):
+        return torch.zeros_like(numbers)
+    return (numbers - values.mean()) / (values.std(correction=1) + epsilon)

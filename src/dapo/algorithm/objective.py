@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -275,6 +275,8 @@ class DapoObjective:
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
     kl_in_loss: bool = False
+    clips_both_ways: ClassVar[bool] = False
+    """Whether a ratio is clipped at either border whatever the sign of the advantage."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, inputs: TokenInputs) -> tuple[Tensor, Stats]:
         """Loss and statistics of a micro-batch.
@@ -298,19 +300,26 @@ class DapoObjective:
         total = (known.weights * loss).sum()  # weights are 0 where masked, and every loss is finite by now
         return total, self._stats(logprobs.detach(), entropy, known)
 
-    def token_losses(self, logprobs: Tensor, known: TokenInputs) -> Tensor:
-        """``[R]``, loss + KL term of each token, before its weight.
-        ``logprobs``, ``known``: with neutral numbers where masked (:meth:`TokenInputs.selected`).
-        Raises ValueError: ``kl_in_loss`` without reference log-probabilities."""
-        loss = clipped_loss(
-            logprobs,
-            known.proximal_logprobs,
+    def compared(self, logprobs: Tensor, known: TokenInputs) -> tuple[Tensor, Tensor]:
+        """``[R]``, ``[R]``: what r is the ratio of, as logarithms."""
+        return logprobs, known.proximal_logprobs
+
+    def policy_losses(self, logprobs: Tensor, known: TokenInputs) -> Tensor:
+        """``[R]``: the loss of each token, before its weight and without the KL term."""
+        return clipped_loss(
+            *self.compared(logprobs, known),
             known.advantages,
             known.importance,
             low=self.clip_ratio_low,
             high=self.clip_ratio_high,
             c=self.clip_ratio_c,
         )
+
+    def token_losses(self, logprobs: Tensor, known: TokenInputs) -> Tensor:
+        """``[R]``, loss + KL term of each token, before its weight.
+        ``logprobs``, ``known``: with neutral numbers where masked (:meth:`TokenInputs.selected`).
+        Raises ValueError: ``kl_in_loss`` without reference log-probabilities."""
+        loss = self.policy_losses(logprobs, known)
         if self.kl_in_loss:
             if known.reference_logprobs is None:
                 raise ValueError("KL in the loss needs the log-probabilities of the reference policy")
@@ -322,15 +331,15 @@ class DapoObjective:
         """Metrics of the paper's section 4.3 and Fig. 3a, on inputs that hold neutral numbers where masked."""
         mask, advantages = known.mask, known.advantages
         probability = logprobs.exp()
-        ratio = policy_ratio(logprobs, known.proximal_logprobs)
-        clipped_up = mask & (advantages > 0) & (ratio > 1 + self.clip_ratio_high)
-        clipped_down = mask & (advantages < 0) & (ratio < 1 - self.clip_ratio_low)
+        ratio, both = policy_ratio(*self.compared(logprobs, known)), self.clips_both_ways
+        clipped_up = mask & (both | (advantages > 0)) & (ratio > 1 + self.clip_ratio_high)
+        clipped_down = mask & (both | (advantages < 0)) & (ratio < 1 - self.clip_ratio_low)
         stats = token_statistics(logprobs, entropy, known, self.kl_estimator) | {
             "clip_low": average(clipped_down, mask),
             "clip_high": average(clipped_up, mask),
             "clip_up_probability": average(probability, clipped_up),
         }
-        if self.clip_ratio_c is not None:
+        if self.clip_ratio_c is not None and not both:
             stats["clip_dual"] = average(mask & (advantages < 0) & (ratio > self.clip_ratio_c), mask)
         return stats
 

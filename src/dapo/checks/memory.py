@@ -10,7 +10,8 @@ gradients      4 A
 Adam           8 A (two moments); with training.offload_optimizer in a GPU's memory only those of a group at a time
 engine         b A (its own copy; what is frozen it shares), vLLM: b P, which a shared GPU holds while it wakes, and the
                host's memory while it sleeps; b A more if evaluations beside the sampling have an engine of theirs
-reference      4 A, if the KL to the initial policy is asked for
+reference      4 A, if the KL to the initial policy is asked for, and it is a copy (algorithm.kl.reference)
+critic         16 P, if algorithm.kind is ppo and the critic has a backbone of its own, of the policy's size supposed
 casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those
                sampled ahead) sequences of at most T tokens
@@ -86,6 +87,8 @@ class Memory:
     activations: int
     logits: int
     decoding: int
+    critic: int = 0
+    """Weights, gradients and moments of PPO's critic, if it has a backbone of its own."""
     at_work: int = 0
     """What the layer that goes backward takes on a GPU beside what was kept."""
     streamed: int = 0
@@ -97,7 +100,7 @@ class Memory:
 
     @property
     def lasting(self) -> int:
-        return self.weights + self.adam + self.engine + self.reference + self.cache_that_stays
+        return self.weights + self.adam + self.engine + self.reference + self.critic + self.cache_that_stays
 
     def total(self, on_gpu: bool) -> int:
         """At the worst moment. On a CPU with a share for the holes that freed tensors of other sizes leave."""
@@ -157,7 +160,8 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False, ranks: int 
         gradients=4 * held,
         adam=0 if offloaded else 8 * held,
         engine=0 if apart else (vllm or width * trained) + second * width * trained,
-        reference=0 if config.algorithm.kl.mode == "off" else 4 * held,
+        reference=0 if config.algorithm.kl.mode == "off" or config.algorithm.kl.reference != "copy" else 4 * held,
+        critic=16 * parameters if config.algorithm.kind == "ppo" and not config.algorithm.critic.share_backbone else 0,
         casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
         cache=0 if apart or stays else cache,
         activations=int(tokens * _kept(config, shape, on_gpu)),

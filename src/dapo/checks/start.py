@@ -185,6 +185,7 @@ def check_lengths(config: Config, model_config: Any, heldout: Sequence[Prompt] =
             f"tokens, but the model was made for {limit} positions ({POSITIONS_STATED}), and an evaluation skips no "
             f"row; {advice}"
         )
+    response += config.algorithm.kind == "ppo"  # its critic reads one token more
     if limit is None or prompt + response <= limit:
         return
     prompt_works = max(1, min(prompt, limit // 4))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from dapo.config.section import OneOf, PathText, Section
 
@@ -31,10 +31,14 @@ class OverlongBufferConfig(Section):
     """Size of the punishment at L_max."""
 
 
+ADVANTAGES = ("group-norm", "group-mean", "leave-one-out", "batch-norm")
+OBJECTIVES = ("dapo", "gspo", "cispo")
+
+
 class AdvantageConfig(Section):
-    kind: Annotated[PathText, AfterValidator(OneOf(("group-norm", "group-mean", "leave-one-out")))] = "group-norm"
+    kind: Annotated[PathText, AfterValidator(OneOf(ADVANTAGES))] = "group-norm"
     """`group-norm`: (R - mean) / (std + epsilon) (Eq. 9). `group-mean`: R - mean (Dr. GRPO). `leave-one-out`: R - mean
-    of the others (RLOO)."""
+    of the others (RLOO). `batch-norm`: R - mean, then normalised over the loss tokens of the batch (REINFORCE++)."""
     epsilon: float = Field(1e-6, ge=0)
     """Added to the standard deviation."""
 
@@ -52,6 +56,25 @@ class CorrectionConfig(Section):
     """Upper border of the band (kind `mask`)."""
 
 
+class CriticConfig(Section):
+    model: PathText | None = None
+    """Folder or name of the model that becomes the critic, such as a reward model. null: the policy as it begins."""
+    share_backbone: bool = False
+    """A head on the policy's own backbone, which learns nothing from the critic's loss: no second model in memory."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Of the critic; its warm-up and the other settings of the optimizer are those of `training`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Rollout steps at the start in which the critic alone is trained."""
+    clip: float | None = Field(0.2, gt=0)
+    """A value may move so far in a step before its loss stops to fall. null: off."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of later rewards, by token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """lambda of GAE: 1 is the return less the value, 0 one step of look-ahead."""
+    whiten: bool = True
+    """Advantages get mean 0 and deviation 1 over the loss tokens of the batch."""
+
+
 class KLConfig(Section):
     mode: Literal["off", "measure", "loss", "reward"] = "off"
     """KL to the initial policy: not computed, a metric only, a term of the loss, or taken off the reward."""
@@ -63,16 +86,24 @@ class KLConfig(Section):
     """Adapt the coefficient so that the KL stays near this value."""
     horizon: int = Field(10000, ge=1)
     """Samples over which the coefficient adapts."""
+    reference: Literal["copy", "base", "offload"] = "copy"
+    """The initial policy is a copy beside the policy, the base under its adapter (LoRA, no copy at all), or a copy in
+    main memory that is moved to the GPU when it is asked."""
 
 
 class AlgorithmConfig(Section):
-    objective: Annotated[PathText, AfterValidator(OneOf(("dapo",)))] = "dapo"
-    """What each update minimises. `dapo`: the clipped loss (Eq. 8, 10, 12). One of
+    kind: Literal["group", "ppo"] = "group"
+    """Where advantages come from: the other samples of the prompt (`algorithm.advantage`), or a critic
+    (`algorithm.critic`), which has one for each token. With `ppo` these are set unless they are given:
+    filter_groups.enable=false, and kl.estimator=k1 with kl.mode=reward."""
+    objective: Annotated[PathText, AfterValidator(OneOf(OBJECTIVES))] = "dapo"
+    """What each update minimises. `dapo`: the clipped loss (Eq. 8, 10, 12). `gspo`: the same on the ratio of a whole
+    response. `cispo`: the ratio is clipped as a weight, and clipped tokens keep a gradient. One of
     yours knows neither the keys clip_ratio_* nor a KL in the loss."""
-    clip_ratio_low: float = Field(0.2, ge=0, lt=1)
-    """epsilon_low (Eq. 10)."""
+    clip_ratio_low: float = Field(0.2, ge=0, le=1)
+    """epsilon_low (Eq. 10). 1: no ratio is too small, as CISPO has it. GSPO: 3e-4."""
     clip_ratio_high: float = Field(0.28, ge=0)
-    """epsilon_high (Eq. 10): above epsilon_low, so that unlikely tokens can still grow (Clip-Higher)."""
+    """epsilon_high (Eq. 10): above epsilon_low, so that unlikely tokens can still grow (Clip-Higher). GSPO: 4e-4."""
     clip_ratio_c: float | None = Field(10.0, gt=1)
     """Dual clip: with a negative advantage the loss of a token is at most c |A|. null: off."""
     loss_agg_mode: Literal["token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = (
@@ -94,3 +125,17 @@ class AlgorithmConfig(Section):
     `engine` when max_staleness is 0, rollout.engine is `native` and no correction is asked for, else `recompute`."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
+    critic: CriticConfig = CriticConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _implied_by_ppo(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("kind") != "ppo":
+            return data
+        implied: dict[str, dict[str, Any]] = {"filter_groups": {"enable": False}}
+        kl = data.get("kl")
+        if isinstance(kl, dict) and kl.get("mode") == "reward":
+            implied["kl"] = {"estimator": "k1"}
+        given = {name: data.get(name) for name in implied}
+        merged = {name: implied[name] | (given[name] or {}) for name in implied if not isinstance(given[name], bool)}
+        return data | {name: value for name, value in merged.items() if isinstance(given[name], dict | None)}

@@ -31,6 +31,7 @@ FROM_THE_NEXT_STEP = (
     *_keys("algorithm.overlong_buffer", "enable len penalty_factor"),
     *_keys("algorithm.correction", "kind level cap low high"),
     *_keys("algorithm.kl", "estimator coef target horizon"),
+    *_keys("algorithm.critic", "learning_rate warmup_steps clip gamma lam whiten"),
 )
 """Keys of objective and optimizer. A step that is under way is finished with those that it began with."""
 
@@ -70,6 +71,8 @@ FIXED: Mapping[str, tuple[str, ...]] = {
         *_keys("data", "shuffle shuffle_answers source"),
     ),
     "it would be another policy": _keys("rollout", "engine temperature top_p top_k stop_token_ids stop"),
+    "values would be those of another critic": _keys("algorithm", "kind critic.model critic.share_backbone"),
+    "the KL would be to another policy": ("algorithm.kl.reference",),
     "Adam's moments were made with it": ("training.betas",),
     "it has to hold for the whole run": ("runtime.deterministic",),
     "rewards so far would mean something else": ("reward",),

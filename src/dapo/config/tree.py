@@ -90,6 +90,7 @@ def conflicts(config: Config) -> Iterator[str]:
     yield from conflicts_of_placement(config)
     yield from _conflicts_of_algorithm(config)
     yield from _conflicts_of_staleness(config)
+    yield from _conflicts_of_critic(config)
 
 
 def _conflicting_sizes(config: Config) -> Iterator[str]:
@@ -99,10 +100,10 @@ def _conflicting_sizes(config: Config) -> Iterator[str]:
             f"data.prompt_key: is the same key as data.answer_key ({config.data.answer_key!r}), which would show the "
             "model the answer; the defaults are prompt and answer"
         )
-    if rollout.samples_per_prompt < 2:
+    if rollout.samples_per_prompt < 2 and algorithm.kind == "group":
         yield (
             f"rollout.samples_per_prompt: is {rollout.samples_per_prompt}, but {algorithm.advantage.kind} compares the "
-            "samples of one prompt and needs at least 2; the paper uses 16"
+            "samples of one prompt and needs at least 2; the paper uses 16 (algorithm.kind=ppo compares none)"
         )
     n, per_update = rollout.prompts_per_step, training.groups_per_update
     if n % per_update:
@@ -123,12 +124,13 @@ def _conflicting_sizes(config: Config) -> Iterator[str]:
             "algorithm.overlong_hard_punishment: the hard and the soft punishment (algorithm.overlong_buffer) exclude "
             "each other; set one of them to false"
         )
-    longest = config.data.max_prompt_length + rollout.max_response_length
+    ppo = algorithm.kind == "ppo"
+    longest = config.data.max_prompt_length + rollout.max_response_length + ppo
     if training.tokens_per_micro_batch < longest:
         yield (
             f"training.tokens_per_micro_batch: is {training.tokens_per_micro_batch}, but one sample may have "
             f"{config.data.max_prompt_length} (data.max_prompt_length) + {rollout.max_response_length} "
-            f"(rollout.max_response_length) = {longest} tokens; use at least {longest}"
+            f"(rollout.max_response_length){' + 1 (the critic)' * ppo} = {longest} tokens; use at least {longest}"
         )
 
 
@@ -170,8 +172,8 @@ _SAYS_RIGHT = {"compose": "correct", "model": "correct_above", "judge": "correct
 
 def kl_in_loss_of_another(objective: str) -> str:
     return (
-        f"algorithm.kl.mode: loss is a term of the objective dapo, and algorithm.objective is {objective}; use "
-        "mode=reward or mode=measure, or put the term into your objective"
+        "algorithm.kl.mode: loss is a term of the objectives dapo, gspo and cispo, and algorithm.objective is "
+        f"{objective}; use mode=reward or mode=measure, or put the term into your objective"
     )
 
 
@@ -187,7 +189,7 @@ def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
             f"algorithm.correction.low: {algorithm.correction.low} must be below algorithm.correction.high="
             f"{algorithm.correction.high}; such as 0.5 and 2.0"
         )
-    if algorithm.objective != "dapo" and algorithm.kl.mode == "loss":
+    if ":" in algorithm.objective and algorithm.kl.mode == "loss":
         yield kl_in_loss_of_another(algorithm.objective)
     if algorithm.kl.target is not None and algorithm.kl.mode not in ("loss", "reward"):
         yield (
@@ -219,6 +221,40 @@ def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
         )
 
 
+def _conflicts_of_critic(config: Config) -> Iterator[str]:
+    algorithm, lora = config.algorithm, config.model.lora.rank > 0
+    apart, reference = config.runtime.kind == "ray", algorithm.kl.reference
+    if reference != "copy" and (apart or lora != (reference == "base")):
+        works = "use copy" if apart else "use base with model.lora, and copy or offload without"
+        yield f"algorithm.kl.reference: {reference} does not go with runtime.kind={config.runtime.kind}" + (
+            f" and model.lora.rank={config.model.lora.rank}; {works}"
+        )
+    if algorithm.kind != "ppo":
+        return
+    if apart:
+        yield "algorithm.kind: ppo trains in one process; use runtime.kind=local, or kind=group"
+    if algorithm.objective == "gspo":
+        yield (
+            "algorithm.objective: gspo has one ratio for a whole response, and ppo an advantage for each token; use "
+            "objective=dapo or cispo, or algorithm.kind=group"
+        )
+    if algorithm.filter_groups.enable and config.rollout.samples_per_prompt < 2:
+        yield (
+            "algorithm.filter_groups.enable: one sample is never right and wrong, so no group would be kept; use "
+            "enable=false or rollout.samples_per_prompt=2"
+        )
+    if config.rollout.max_staleness:
+        yield (
+            f"rollout.max_staleness: is {config.rollout.max_staleness}, but values of a critic are of samples of the "
+            "present policy; use 0"
+        )
+    if algorithm.critic.share_backbone and (algorithm.critic.model is not None or lora):
+        yield (
+            "algorithm.critic.share_backbone: is a head on the backbone of a policy that is trained whole; leave critic.model "
+            "and model.lora out, or use share_backbone=false"
+        )
+
+
 _NEVER_CLIPS = 10.0
 """A clip_ratio_high above this is none: training meets no such ratio."""
 
@@ -236,7 +272,7 @@ def _conflicts_of_staleness(config: Config) -> Iterator[str]:
             f"runtime.deterministic: with rollout.max_staleness={staleness} samples are drawn during updates, and the "
             "clock decides which weights each token comes from; use rollout.max_staleness=0 or deterministic=false"
         )
-    alone = staleness and algorithm.objective == "dapo" and kind == "none"  # only clipping bounds older samples
+    alone = staleness and ":" not in algorithm.objective and kind == "none"  # only clipping bounds older samples
     if alone and algorithm.clip_ratio_high > _NEVER_CLIPS:
         yield (
             f"algorithm.clip_ratio_high: {algorithm.clip_ratio_high:g} never clips, and with "
@@ -261,6 +297,10 @@ def _conflicts_of_staleness(config: Config) -> Iterator[str]:
             "and with proximal=interpolate they come with it; use kind=truncate with level=token, or "
             "algorithm.proximal=recompute"
         )
+
+
+_WIDE_FOR_A_RESPONSE = 0.05
+"""Of a clip in GSPO: a hundred times the paper's."""
 
 
 def _divisors_near(total: int, wanted: int) -> list[int]:
@@ -313,6 +353,11 @@ def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
     low, high = config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high
     if high < low:
         found.append(f"algorithm.clip_ratio_high={high} is below clip_ratio_low={low}: the opposite of Clip-Higher")
+    if config.algorithm.objective == "gspo" and high > _WIDE_FOR_A_RESPONSE:
+        found.append(
+            f"algorithm.clip_ratio_high={high:g} is wide for gspo: the ratio of a whole response is a mean over its "
+            "tokens and stays near 1, so nothing is clipped; the paper has 3e-4 and 4e-4 (recipes/method/gspo.yaml)"
+        )
     rewards = config.reward.rewards.values() if config.reward.kind == "compose" else (config.reward,)
     if config.runtime.deterministic and any(reward.kind == "model" for reward in rewards):
         found.append(

@@ -50,6 +50,10 @@ TAIL = 0.05
 trainer's rounding in bfloat16 was the cause."""
 CHOSEN_FALL = 0.2
 """Of the log-probability of the chosen responses: batches of pairs differ by less than this among themselves."""
+BLIND = 10
+"""Steps in a row with an explained variance below 0: a critic takes some to learn what a constant would say."""
+COLD = 100.0
+"""Gradient norm of a critic over that which it is clipped to: its updates all have one length then."""
 CLIPPED = 0.3  # share of loss tokens that are clipped and teach nothing; a few per cent is usual
 
 
@@ -241,7 +245,7 @@ def _starvation(history: History) -> str | None:
 @_rule(
     "zero learning",
     "check training.learning_rate, that the reward tells good from bad, and that algorithm.filter_groups is on",
-    *("lr", "updates", "advantage/mean_abs"),
+    *("lr", "updates", "advantage/mean_abs", "critic/loss"),
 )
 def _zero_learning(history: History) -> str | None:
     for name, seen in {
@@ -250,7 +254,8 @@ def _zero_learning(history: History) -> str | None:
         "advantage/mean_abs": f"all advantages are 0 in the last {LAST} steps: within each group all rewards are equal",
     }.items():
         values = history.newest(name)
-        if values and not any(values):
+        alone = name == "updates" and history.newest("critic/loss")  # the first steps may be the critic's
+        if values and not any(values) and not alone:
             return seen
     return None
 
@@ -296,6 +301,31 @@ def _clipping(history: History) -> str | None:
         return None
     share = median(a + b for a, b in zip(low, high, strict=True))
     return f"{share:.0%} of the loss tokens are clipped" if share > CLIPPED else None
+
+
+@_rule(
+    "blind critic",
+    "its values are worse than a constant: raise algorithm.critic.learning_rate or warmup_steps, or begin it from a "
+    "reward model (algorithm.critic.model)",
+    "critic/explained_variance",
+)
+def _blind_critic(history: History) -> str | None:
+    values = history.newest("critic/explained_variance", BLIND)
+    if not values or max(values) >= 0:
+        return None
+    return f"the critic explains {fmean(values):.2g} of the variance of the returns in the last {BLIND} steps"
+
+
+@_rule(
+    "cold critic",
+    "give it steps of its own first (algorithm.critic.warmup_steps), or scale the reward down",
+    "critic/grad_norm",
+)
+def _cold_critic(history: History) -> str | None:
+    values, limit = history.newest("critic/grad_norm"), history.config.training.max_grad_norm
+    if not values or min(values) <= COLD * limit:
+        return None
+    return f"the critic's gradient norm is {fmean(values):.3g} over the last {LAST} steps, and is clipped at {limit:g}"
 
 
 @_rule(

@@ -72,6 +72,14 @@ preference/rejected        | reward       | stages: the same of the worse ones
 preference/chosen_logprob  | nats         | DPO: log-probability of the better responses (dpo.nll keeps it up)
 preference/rejected_logprob | nats        | DPO: the same of the worse ones
 preference/score           | reward       | outcome models: mean score of the texts
+critic/loss                | loss         | PPO: mean value loss over loss tokens and updates
+critic/clipped             | share        | PPO: loss tokens whose value has moved further than critic.clip in the step
+critic/values              | reward       | PPO: mean value of the states of loss tokens
+critic/returns             | reward       | PPO: mean return that they are to predict, with a KL in the reward
+critic/explained_variance  | share        | PPO: of the returns, by the values before the updates; at most 1
+critic/grad_norm           | norm         | PPO: mean gradient norm of the critic's updates, before clipping
+advantage/mean             | advantage    | PPO: mean over loss tokens, after whitening if asked for (then 0)
+advantage/std              | advantage    | PPO: standard deviation of the same (whitened: 1)
 advantage/mean_abs         | advantage    | mean absolute advantage over loss tokens
 tokens/loss                | tokens       | loss tokens of the step, over all its updates
 tokens/generated           | tokens       | response tokens that came in the step, filtered and surplus groups included

@@ -11,14 +11,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
+import numpy as np
 import torch
 
-from dapo.algorithm.advantage import Estimator, with_advantages
+from dapo.algorithm.advantage import OVER_THE_BATCH, Estimator, normalised, with_advantages
 from dapo.algorithm.kl import AdaptiveKL, sample_kl
 from dapo.algorithm.shaping import shape_rewards, subtract_kl
 from dapo.config import Config
 from dapo.config.user_parts import own_part
 from dapo.errors import ConfigError
+from dapo.orchestrator.ppo import ppo_columns
 from dapo.records import Group, TokenBatch
 from dapo.rollout.engine import SampleError
 from dapo.training.mismatch import measure_mismatch
@@ -76,9 +78,10 @@ class BatchBuilder:
         """The scored samples, flattened, with the mask that shaping leaves; no advantages yet."""
         return pack(map(self._shaped, groups))
 
-    def shape(self, group: Group) -> Group:
-        """The group with shaped rewards and advantages from its raw rewards, no KL in them."""
-        return self._with_advantages(self._shaped(group))
+    def shape(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups of a rollout with shaped rewards and advantages from their raw rewards, no KL in them."""
+        shaped = list(map(self._shaped, groups))
+        return self._with_advantages(shaped, [s.length * s.in_loss for g in shaped for s in g.scored])
 
     def finish(
         self, groups: Sequence[Group], batch: TokenBatch, version: int | None = None
@@ -102,9 +105,13 @@ class BatchBuilder:
                 "runtime.sync, rollout.cache_gib (then it does not sleep), or another rollout.engine"
             )
         shaped = list(map(self._shaped, groups))
+        if self.config.algorithm.kind == "ppo":
+            shaped, columns = ppo_columns(shaped, batch, self.config.algorithm, self.kl.coef)
+            return shaped, batch.with_columns(**columns)
         if self.config.algorithm.kl.mode == "reward":
             shaped = list(self._take_kl_off(shaped, batch))
-        shaped = list(map(self._with_advantages, shaped))
+        loss_tokens = np.bincount(batch.sample_ids, batch.mask, batch.num_samples).astype(int).tolist()
+        shaped = self._with_advantages(shaped, loss_tokens)
         return shaped, batch.with_columns(advantages=advantage_column(shaped))
 
     def minibatches(self, batch: TokenBatch, start: int = 0) -> Iterator[tuple[int, TokenBatch]]:
@@ -150,9 +157,11 @@ class BatchBuilder:
             filter_truncated=algorithm.overlong_filtering,
         )
 
-    def _with_advantages(self, group: Group) -> Group:
+    def _with_advantages(self, groups: Sequence[Group], loss_tokens: Sequence[int]) -> list[Group]:
         advantage = self.config.algorithm.advantage
-        return with_advantages(group, kind=self._own or advantage.kind, epsilon=advantage.epsilon)
+        kind, epsilon = self._own or advantage.kind, advantage.epsilon
+        found = [with_advantages(group, kind=kind, epsilon=epsilon) for group in groups]
+        return normalised(found, loss_tokens, epsilon) if kind in OVER_THE_BATCH else found
 
     def _take_kl_off(self, groups: Sequence[Group], batch: TokenBatch) -> Iterator[Group]:
         """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""

@@ -228,7 +228,8 @@ class DynamicSampling:
                     "dapo.records.Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
                 )
             metric = "score"  # for the counts only
-        return judge(group, metric=metric, tolerance=filters.tolerance)
+        least = 1 if self._config.algorithm.kind == "ppo" else 2
+        return judge(group, metric=metric, tolerance=filters.tolerance, least=least)
 
     def admission(self) -> Admission:
         """Which draws are trained on, as far as that is settled."""

@@ -13,7 +13,7 @@ import torch
 
 from dapo.model.tokenizer import save_tokenizer
 from dapo.observe.run_folder import RunFolder
-from dapo.orchestrator.protocols import Learner
+from dapo.orchestrator.protocols import Trained
 from dapo.training.snapshot import LearnerSnapshot
 from dapo.util.asynchronous import in_thread
 from dapo.util.files import new_folder, writing
@@ -32,7 +32,7 @@ class ModelWriter:
     """
 
     folder: RunFolder
-    learner: Learner
+    learner: Trained
     tokenizer: Any
     tell: Callable[[str], object]
     stop_ids: Sequence[int] = ()

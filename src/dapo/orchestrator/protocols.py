@@ -15,7 +15,7 @@ from dapo.rollout.engine import Engine
 if TYPE_CHECKING:  # the loop needs no tensors
     import torch
 
-    from dapo.training.learner import Facts
+    from dapo.training.base_learner import Facts
     from dapo.training.snapshot import LearnerSnapshot
 
 
@@ -40,30 +40,13 @@ class PromptSource(Protocol):
         ...
 
 
-class Learner(Protocol):
-    """Trains the policy: in this process, or N ranks behind one door."""
+class Trained(Protocol):
+    """Holds weights that are trained: what checkpoints and a run folder need of a learner of any kind."""
 
     @property
     def version(self) -> int:
         """Of the weights last handed out."""
         ...
-
-    def begin_step(self, step: int, spent: float) -> None:
-        """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
-        ...
-
-    async def annotate(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with the columns that advantages may need: ``proximal``, ``reference``, ``values``."""
-        ...
-
-    async def update(self, step: int, index: int, mini: TokenBatch, into: StepState) -> None:
-        """Make update ``index`` of a step and append its report to ``into.reports``, unless it is there already.
-
-        An update whose caller is cancelled is made to its end, and its report is recorded with it.
-        """
-        ...
-
-    # --- what a run needs beside the loop ---------------------------------------------------------------------------
 
     @property
     def facts(self) -> Facts:
@@ -73,10 +56,6 @@ class Learner(Protocol):
     @property
     def expected_bytes(self) -> int:
         """What a checkpoint will take, before there is one."""
-        ...
-
-    def use(self, config: Config) -> None:
-        """Go on with other settings."""
         ...
 
     def keep_faults(self, folder: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
@@ -102,6 +81,29 @@ class Learner(Protocol):
 
     async def close(self) -> None:
         """Stop, within a bounded time."""
+        ...
+
+
+class Learner(Trained, Protocol):
+    """Trains the policy: in this process, or N ranks behind one door."""
+
+    def begin_step(self, step: int, spent: float) -> None:
+        """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
+        ...
+
+    async def annotate(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the columns that advantages may need: ``proximal``, ``reference``, ``values``."""
+        ...
+
+    async def update(self, step: int, index: int, mini: TokenBatch, into: StepState) -> None:
+        """Make update ``index`` of a step and append its report to ``into.reports``, unless it is there already.
+
+        An update whose caller is cancelled is made to its end, and its report is recorded with it.
+        """
+        ...
+
+    def use(self, config: Config) -> None:
+        """Go on with other settings."""
         ...
 
 

@@ -14,7 +14,7 @@ from dapo.algorithm.shaping import overlong_penalty
 from dapo.config import Config
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.records import Group, Sample
-from dapo.training.update_report import Mismatch, UpdateReport
+from dapo.training.update_report import CRITIC_ONLY, Mismatch, UpdateReport
 from dapo.util.spans import Span, covered
 
 _OBJECTIVE_NAMES = {
@@ -84,7 +84,7 @@ def step_warnings(rollout: RolloutBatch, reports: Sequence[UpdateReport]) -> Ite
         (error, _), *_ = errors.most_common(1)
         yield f"{rollout.stats.failed_scores} of {rollout.stats.scores} scores failed, such as: {error}"
     for report in reports:
-        if report.skipped:
+        if report.skipped not in (None, CRITIC_ONLY):
             yield f"an update was skipped: {report.skipped}"
 
 
@@ -228,7 +228,7 @@ def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
     done = [r for r in reports if r.skipped is None]
     found: dict[str, float] = {
         "updates": len(done),
-        "updates/skipped": len(reports) - len(done),
+        "updates/skipped": sum(r.skipped not in (None, CRITIC_ONLY) for r in reports),
         "tokens/loss": sum(r.loss_tokens for r in done),
         "tokens/trained": sum(r.tokens for r in reports),
         "tokens/computed": sum(r.computed_tokens for r in reports),
@@ -239,9 +239,10 @@ def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
             "grad_norm": fmean(r.grad_norm for r in done),
             "grad_norm/max": max(r.grad_norm for r in done),
         }
+    critic = {key: statistic(reports, key) for r in reports for key in r.statistics if key.startswith("critic/")}
     keys = dict.fromkeys([*_OBJECTIVE_NAMES, *(key for report in done for key in report.statistics)])
     counted = [key for key in keys if any(r.statistics.get(key, (0.0, 0.0))[1] for r in done)]
-    return found | {_OBJECTIVE_NAMES.get(key, key): statistic(done, key) for key in counted}
+    return found | {_OBJECTIVE_NAMES.get(key, key): statistic(done, key) for key in counted} | critic
 
 
 def statistic(reports: Sequence[UpdateReport], key: str) -> float:

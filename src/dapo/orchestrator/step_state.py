@@ -16,6 +16,7 @@ import numpy as np
 
 from dapo.config import Config
 from dapo.observe.samples import Key, write_samples
+from dapo.orchestrator.ppo import critic_metrics
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.step_metrics import step_metrics, step_warnings
 from dapo.records import Group, Reward, TokenBatch
@@ -46,7 +47,8 @@ class StepState:
         """By the names of ``observe/metrics.py``, once its batch is finished and its updates are made.
         ``mismatch``: over the whole batch; None: what the updates measured."""
         mismatch = mismatch or sum((r.mismatch for r in self.reports), Mismatch())
-        return step_metrics(self.rollout, self.groups, self.reports, mismatch, self.seconds, config)
+        found = step_metrics(self.rollout, self.groups, self.reports, mismatch, self.seconds, config)
+        return found | critic_metrics(self.batch)
 
     def warnings(self) -> Iterator[str]:
         """What a person should know of it."""

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from dapo.data.examples import Example
 from dapo.records import TokenBatch
 from dapo.stages.stage import Stage
-from dapo.training.learner import LocalLearner, Watched
+from dapo.training.base_learner import BaseLearner, Watched
 from dapo.training.objective_protocol import Objective
 from dapo.training.trainer import Trainer
-from dapo.util.asynchronous import in_thread
 
 
-class StageLearner(LocalLearner):
+class StageLearner(BaseLearner):
     """Trains on batches of :meth:`Stage.batch`, which carry all that the loss needs to know."""
 
     def __init__(self, trainer: Trainer, stage: Stage, out_of_time: Callable[[], bool]) -> None:
-        """Arguments as for :class:`LocalLearner`, which has an algorithm instead."""
-        self.trainer, self._stage, self._out_of_time = trainer, stage, out_of_time
-        self._pool = ThreadPoolExecutor(1, "dapo-training")
-        self._compute = partial(in_thread, pool=self._pool)
+        """Arguments as for :class:`~dapo.training.base_learner.BaseLearner`."""
+        super().__init__(trainer, out_of_time)
+        self._stage = stage
 
     @property
     def watched_objective(self) -> Objective:

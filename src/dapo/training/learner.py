@@ -9,18 +9,17 @@ multiplied matrices.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from dapo.algorithm.kin import OBJECTIVES
 from dapo.algorithm.kl import AdaptiveKL, KLEstimator
 from dapo.algorithm.objective import (
-    DapoObjective,
     Stats,
     TokenInputs,
     importance_weights,
@@ -33,49 +32,20 @@ from dapo.config.user_parts import own_part
 from dapo.errors import ConfigError
 from dapo.model.placement import device_of
 from dapo.records import TokenBatch
-from dapo.training.faults import FaultFolder
+from dapo.training.base_learner import BaseLearner, Watched
+from dapo.training.critic import Critic
 from dapo.training.micro_batch import upload
 from dapo.training.objective_protocol import Objective, Unit, unit_of
 from dapo.training.policy import Policy
-from dapo.training.snapshot import (
-    LearnerSnapshot,
-    expected_bytes,
-    load_snapshot,
-    share_rounded_back,
-    snapshot,
-    snapshot_bytes,
-    write_snapshot,
-)
+from dapo.training.reference import reference_policy
+from dapo.training.snapshot import LearnerSnapshot
 from dapo.training.trainer import Trainer
-from dapo.training.update_report import OWN_STATISTIC, UpdateReport
-from dapo.util.asynchronous import in_thread
-from dapo.util.memory import give_back_memory
-from dapo.util.shutdown import Stopped
+from dapo.training.update_report import CRITIC_ONLY, OWN_STATISTIC, UpdateReport, no_update
 from dapo.util.user_code import call_own
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What others want to know of a trainer: its version, updates made and skipped so far, the present rate."""
-
-    version: int
-    updates: int
-    skipped_updates: int
-    learning_rate: float
-
-
-class UpdatesOfAStep(Protocol):
-    """What an update leaves its report in, after those before it."""
-
-    reports: list[UpdateReport]
-
-
-class LocalLearner:
-    """A learner in this process, over one trainer.
-
-    Attributes:
-        trainer: to be used between two calls only.
-    """
+class LocalLearner(BaseLearner):
+    """The learner of a run, in this process."""
 
     def __init__(
         self,
@@ -85,42 +55,28 @@ class LocalLearner:
         objective: Objective | None = None,
         out_of_time: Callable[[], bool] = lambda: False,
         reference: Policy | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """
         Args:
             trainer: if the KL is asked for, a copy of its policy as it is now becomes the reference.
             kl: the coefficient of a KL in the loss; others may change it.
             objective: in place of the recipe's.
-            out_of_time: whether an update under way is to end with :class:`~dapo.util.shutdown.Stopped`, between two
-                chunks of tokens. Weights and optimizer are those before it then.
+            out_of_time: as for :class:`~dapo.training.base_learner.BaseLearner`.
             reference: in place of a copy.
+            critic: of PPO; None: there is none.
         """
-        self.trainer = trainer
-        self._kl, self._given, self._out_of_time = kl, objective, out_of_time
+        super().__init__(trainer, out_of_time)
+        self._kl, self._given = kl, objective
         self._config, self._own = config, own_objective(config, objective)
         self._reference = reference
         if reference is None and config.algorithm.kl.mode != "off":
-            self._reference = trainer.policy.frozen_copy()
-        self._pool = ThreadPoolExecutor(1, "dapo-training")
-        self._compute = partial(in_thread, pool=self._pool)
+            self._reference = reference_policy(trainer.policy, config.algorithm.kl.reference)
+        self._critic, self._step = critic, 0
+        if critic is not None:
+            self._trainers["critic"] = critic.trainer
 
-    # --- the door (orchestrator/protocols.py) -------------------------------------------------------------------------
-
-    @property
-    def facts(self) -> Facts:
-        """As they are now."""
-        trainer = self.trainer
-        return Facts(trainer.version, trainer.updates, trainer.skipped_updates, trainer.learning_rate)
-
-    @property
-    def version(self) -> int:
-        """Of the weights last handed out."""
-        return self.trainer.version
-
-    @property
-    def expected_bytes(self) -> int:
-        """See :func:`dapo.training.snapshot.expected_bytes`."""
-        return expected_bytes(self.trainer)
+    # --- the door, beside what all learners have ---------------------------------------------------------------------
 
     def use(self, config: Config) -> None:
         """Go on with other settings."""
@@ -128,60 +84,40 @@ class LocalLearner:
             self._own = own_objective(config, self._given)
         self._config = config
         self.trainer.use(config.training)
-
-    def keep_faults(self, folder: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        """Keep updates that are not finite in ``folder``, with texts that ``decode`` makes of token ids."""
-        self.trainer.faults = FaultFolder(folder, decode)
+        if self._critic is not None:
+            self._critic.use(config)
 
     def begin_step(self, step: int, spent: float) -> None:
-        """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
-        self.trainer.begin_step(step, spent)
+        super().begin_step(step, spent)
+        self._step = step
+
+    async def snapshot(self) -> LearnerSnapshot:
+        found, critic = await super().snapshot(), self._critic
+        if critic is None:
+            return found
+        ahead = replace(critic)
+
+        def write(folder: Path, stop_ids: Sequence[int]) -> None:
+            found.write(folder, stop_ids)
+            ahead.save(folder / "critic")
+
+        return replace(found, write=write)
+
+    async def load(self, folder: Path) -> None:
+        await super().load(folder)
+        if self._critic is not None:
+            self._critic.load(folder / "critic")
 
     async def annotate(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the log-probabilities that the recipe asks for, see :meth:`annotated`."""
         return await self._compute(self.annotated, batch)
 
-    async def update(self, step: int, index: int, mini: TokenBatch, into: UpdatesOfAStep) -> None:
-        """Make update ``index`` of a step, unless it was made already, and leave its report in ``into``.
-
-        ``into`` is of ``step``, so that its reports tell which updates were made.
-        A caller that is cancelled waits for its end: an update is made and its report is there, both or neither.
-
-        Raises:
-            NumericalError: too many updates in a row were skipped; says why and what to try.
-        """
-        await self._compute(self._update, index, mini, into)
-
-    def publish(self) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
-        """The weights for the rollout engine, see :meth:`dapo.training.trainer.Trainer.publish`."""
-        return self.trainer.publish()
-
-    async def snapshot(self) -> LearnerSnapshot:
-        """A copy of weights, optimizer and counters. Raises NumericalError or UserError: they are of no use."""
-        frozen = await self._compute(snapshot, self.trainer)
-        return LearnerSnapshot(snapshot_bytes(frozen), partial(write_snapshot, frozen))
-
-    async def load(self, folder: Path) -> None:
-        """Go on from a snapshot. Raises UserError: missing or damaged, or of another model."""
-        await self._compute(load_snapshot, self.trainer, folder)
-
-    async def export(self, folder: Path, **how: Any) -> None:
-        """Write the weights for other programs, see :meth:`dapo.training.trainer.Trainer.save`."""
-        await in_thread(partial(self.trainer.save, folder, **how))
-
-    async def share_rounded_back(self, before: Path, dtype: torch.dtype) -> float:
-        """See :func:`dapo.training.snapshot.share_rounded_back`."""
-        return await in_thread(share_rounded_back, self.trainer, before, dtype)
-
-    async def close(self) -> None:
-        """Let go of the training thread; what it is doing is not waited for."""
-        self._pool.shutdown(wait=False)
-
     # --- in its thread --------------------------------------------------------------------------------------------
 
     def annotated(self, batch: TokenBatch) -> TokenBatch:
         """With the columns ``proximal`` (``proximal: recompute``) and ``reference`` (KL), where they are asked for, and
-        with ``updates_behind`` where groups may be stale: optimizer updates made since the weights of each token."""
+        with ``updates_behind`` where groups may be stale: optimizer updates made since the weights of each token.
+        PPO has ``values`` and ``after`` (:meth:`dapo.training.critic.Critic.columns`)."""
         columns: dict[str, Any] = {}
         if self._config.rollout.max_staleness:
             columns["updates_behind"] = self.trainer.updates_behind(batch.versions)
@@ -189,18 +125,21 @@ class LocalLearner:
             columns["proximal"] = self.trainer.policy.logprobs(batch).cpu().numpy()
         if self._reference is not None:
             columns["reference"] = self._reference.logprobs(batch).cpu().numpy()
+        if self._critic is not None:
+            columns |= self._critic.columns(batch)
         return batch.with_columns(**columns)
 
-    def _update(self, index: int, mini: TokenBatch, into: UpdatesOfAStep) -> None:
-        made = len(into.reports)
-        if index < made:
-            return
-        if index > made:
-            raise ValueError(f"update {index} of a step of which {made} were made")
-        if into.reports:  # a step that was resumed inside of it has one rate
-            self.trainer.set_learning_rate(into.reports[0].learning_rate)
-        into.reports.append(self.trainer.update(mini, self.inputs(mini), self.watched_objective))
-        give_back_memory()
+    def _train(self, index: int, mini: TokenBatch) -> UpdateReport:
+        """The critic's update and then the policy's, which the first steps of PPO may leave out."""
+        if self._critic is None:
+            return super()._train(index, mini)
+        told = self._critic.learn(mini, self._out_of_time)
+        if self._step < self._config.algorithm.critic.warmup_steps:
+            report = no_update(mini, self.trainer.learning_rate, CRITIC_ONLY)
+        else:
+            report = super()._train(index, mini)
+        self._critic.ahead = None
+        return replace(report, statistics={**report.statistics, **told})
 
     # --- from a mini-batch to its loss ----------------------------------------------------------------------------
 
@@ -210,7 +149,7 @@ class LocalLearner:
         if self._own is not None:
             return self._own
         algorithm = self._config.algorithm
-        return DapoObjective(
+        return OBJECTIVES[algorithm.objective](
             clip_ratio_low=algorithm.clip_ratio_low,
             clip_ratio_high=algorithm.clip_ratio_high,
             clip_ratio_c=algorithm.clip_ratio_c,
@@ -238,7 +177,7 @@ class LocalLearner:
 
 
 def own_objective(config: Config, given: Objective | None = None, trial: bool = False) -> Objective | None:
-    """The user's objective: ``given``, or the one that the recipe names; None: it is dapo. A class is called for one.
+    """The user's objective: ``given``, or the one that the recipe names; None: it is one of ours. A class is called.
     Raises ConfigError: there is none of this name, its unit is unknown, or it fails on a few tokens (``trial``)."""
     own: Any = own_part(config, "algorithm.objective", given)
     if own is None:
@@ -281,23 +220,6 @@ def _try(objective: Any, what: str, config: Config) -> None:
             raise ConfigError(f"{what}: a statistic needs a name of letters, digits, '_', '.' and '-', not {name!r}")
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ConfigError(f"{what}: its statistic {name!r} must be a pair of tensors, a sum and a count")
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """An objective that ends an update which there is no time left for, between two chunks of tokens."""
-
-    objective: Objective
-    out_of_time: Callable[[], bool]
-
-    @property
-    def unit(self) -> Unit:
-        return unit_of(self.objective)
-
-    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, Stats]:
-        if self.out_of_time():
-            raise Stopped("there is no time left for this update")
-        return self.objective(logprobs, entropy, inputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo.records import FloatArray
+from dapo.records import FloatArray, TokenBatch
 
+CRITIC_ONLY = "the critic alone is trained (algorithm.critic.warmup_steps)"
 OWN_STATISTIC = "objective/"
 """Before the names of statistics of the user's objective, so that none takes the place of ours."""
 
@@ -76,3 +77,20 @@ class UpdateReport:
     entropy: Any = field(default=None, compare=False, repr=False)
     computed_tokens: int = 0
     """Those that went through the model: a prompt that samples share does so once. 0: of an older version."""
+
+
+def no_update(batch: TokenBatch, learning_rate: float, why: str) -> UpdateReport:
+    """Of a mini-batch from which the policy learned nothing, as it was not meant to."""
+    nothing: dict[str, Any] = dict.fromkeys(("loss", "grad_norm"), 0.0)
+    nothing |= dict.fromkeys(("seconds_forward", "seconds_backward", "seconds_optimizer"), 0.0)
+    return UpdateReport(
+        **nothing,
+        learning_rate=learning_rate,
+        skipped=why,
+        tokens=batch.num_tokens,
+        response_tokens=batch.num_response_tokens,
+        loss_tokens=int(batch.mask.sum()),
+        micro_batches=0,
+        statistics={},
+        mismatch=Mismatch(),
+    )

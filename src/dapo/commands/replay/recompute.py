@@ -249,9 +249,12 @@ def traced_tokens(policy: Policy, update: Update, objective: Objective, number: 
         return []
     logprobs, entropy = policy.evaluate(part)
     inputs = inputs.resolved(logprobs)
+    compared = logprobs, inputs.proximal_logprobs
+    if isinstance(objective, DapoObjective):
+        compared = objective.compared(logprobs, inputs)
     columns = {
         "trainer_logprob": logprobs,
-        "ratio": policy_ratio(logprobs, inputs.proximal_logprobs),
+        "ratio": policy_ratio(*compared),
         "advantage": inputs.advantages,
         "importance": inputs.importance,
         "in_loss": inputs.mask,
@@ -270,9 +273,10 @@ def _clip(row: dict[str, Any], objective: DapoObjective) -> str | None:
     ratio, advantage = row["ratio"], row["advantage"]
     if not row["in_loss"] or ratio is None or advantage is None:
         return None
-    if advantage > 0:
-        return "high" if ratio > 1 + objective.clip_ratio_high else None
-    if advantage < 0 and ratio < 1 - objective.clip_ratio_low:
+    both = objective.clips_both_ways
+    if (both or advantage > 0) and ratio > 1 + objective.clip_ratio_high:
+        return "high"
+    if (both or advantage < 0) and ratio < 1 - objective.clip_ratio_low:
         return "low"
-    c = objective.clip_ratio_c
+    c = None if both else objective.clip_ratio_c
     return "dual" if advantage < 0 and c is not None and ratio > c else None

@@ -82,11 +82,16 @@ def replay(
     view = RunView.read(root)
     of_step = partial(config_of_step, load_config(view.folder.config), view.changes)
     config = of_step(step)
+    if config.algorithm.kind == "ppo":
+        raise ConfigError(
+            f"{root}: a step of algorithm.kind=ppo cannot be made again, as the values of its critic are not kept; "
+            "dapo inspect shows its samples, with the mean advantage of each"
+        )
     _require_step(view, step)
     stored = read_step(view.folder, step)
     wanted = _wanted(stored, sample)
     in_memory = view.algorithm_from_python
-    again = stored.trained if in_memory else list(map(BatchBuilder(config).shape, stored.trained))
+    again = stored.trained if in_memory else BatchBuilder(config).shape(stored.trained)
     planned = recompute.planned_updates(stored.trained, config)
     if update is not None and not 0 <= update < len(planned):
         there = f"there are 0 to {len(planned) - 1}" if planned else "it has none: there was nothing to train on"

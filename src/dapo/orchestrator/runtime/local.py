@@ -15,6 +15,7 @@ from dapo.orchestrator.inputs import evaluation_engine, make_engine
 from dapo.orchestrator.mfu import CardLimits
 from dapo.orchestrator.runtime.placed import Placed
 from dapo.orchestrator.sync import CopySync
+from dapo.training.critic import make_critic
 from dapo.training.learner import LocalLearner
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.trainer import Trainer
@@ -25,15 +26,16 @@ def place_here(setup: Setup, kl: AdaptiveKL, out_of_time: Callable[[], bool]) ->
     config, overrides, template = setup.config, setup.overrides, setup.template
     model = load_trainable(overrides.model or config.model.path, config.model, setup.device)
     found = fingerprint_model(model, setup.device)
+    critic = make_critic(config, model)  # of the model as it is, without a new adapter
     model = begin_adapter(model, config.model, config.seed)
     set_threads(config, model)
     dtype = getattr(torch, config.model.compute_dtype)
     trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
     limits = CardLimits.of(model, setup.device, dtype)
     # before the engine, which takes what memory is left
-    learner = LocalLearner(trainer, config, kl, overrides.objective, out_of_time)
+    learner = LocalLearner(trainer, config, kl, overrides.objective, out_of_time, critic=critic)
     stop_ids = stop_token_ids(model, setup.tokenizer, config.rollout.stop_token_ids)
-    spare = trainer.bytes_to_come
+    spare = trainer.bytes_to_come + (critic.trainer.bytes_to_come if critic else 0)
     copy = config.evaluation.while_sampling == "copy" and config.ahead > 0 and bool(setup.heldout)
     second = evaluation_engine(config, model, stop_ids, template, setup.heldout) if copy else None
     engine = make_engine(config, overrides, model, stop_ids, template, setup.heldout, spare)

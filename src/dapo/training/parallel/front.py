@@ -21,7 +21,7 @@ from dapo.algorithm.kl import AdaptiveKL
 from dapo.config import Config
 from dapo.errors import LostError
 from dapo.records import TokenBatch
-from dapo.training.learner import Facts, UpdatesOfAStep
+from dapo.training.base_learner import Facts, UpdatesOfAStep
 from dapo.training.parallel.ranks import AGREED
 from dapo.training.parallel.worker import Built, PeerLostError
 from dapo.training.snapshot import LearnerSnapshot

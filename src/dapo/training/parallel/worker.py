@@ -23,7 +23,8 @@ from dapo.model.compiling import compile_layers
 from dapo.model.fingerprint import fingerprint_model
 from dapo.model.placement import determinism, set_threads
 from dapo.records import FloatArray, TokenBatch
-from dapo.training.learner import Facts, LocalLearner
+from dapo.training.base_learner import Facts
+from dapo.training.learner import LocalLearner
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.objective_protocol import Objective
 from dapo.training.parallel.holding import Replica, Sharded

@@ -1,0 +1,149 @@
+"""The critic of PPO: a second trainer whose log-probability of a response token is the value of the state that predicts
+it. It has a backbone of its own, or a head on the policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from dapo.algorithm.gae import ValueObjective, ValueTokens
+from dapo.algorithm.objective import token_weights
+from dapo.config import Config, TrainingConfig
+from dapo.errors import ModelError
+from dapo.model.adapters import has_adapter
+from dapo.model.loading import copy_model
+from dapo.records import FloatArray, TokenBatch, starts_of
+from dapo.training.base_learner import Watched
+from dapo.training.micro_batch import MicroBatch, upload
+from dapo.training.parallel.holding import MODEL, Parameters, Replica
+from dapo.training.parallel.ranks import Ranks
+from dapo.training.scores import ScorePolicy, WholeClassifier, as_classifier, load_classifier, score_trainer
+from dapo.training.trainer import Trainer
+from dapo.util.files import new_folder, read_json, write_json
+
+_AHEAD = "ahead.json"
+
+
+def make_critic(config: Config, model: Any) -> Critic | None:
+    """The critic of a run of PPO, with a head of zeros; None: it is no PPO.
+    ``model``: the policy, before its trainer has it. Raises ModelError: the critic cannot be made of its model."""
+    section = config.algorithm.critic
+    if config.algorithm.kind != "ppo":
+        return None
+    dtype, pad = getattr(torch, config.model.compute_dtype), model.config.eos_token_id
+    pad = pad[0] if isinstance(pad, list) else pad or 0  # of no effect here: texts are not padded
+    if section.share_backbone:
+        own = as_classifier(model, pad)
+        settings = critic_training(config).model_copy(update={"activation_checkpointing": False})  # the policy's
+        trainer = score_trainer(own, settings, dtype, _HeadOnly())
+        trainer.policy = _OnTheBackbone(own, 1.0, trainer.policy.tokens_per_micro_batch, dtype, trainer.policy.held)
+        return Critic(trainer, config)
+    if section.model is not None:
+        device = next(model.parameters()).device
+        own = load_classifier(section.model, pad, config.model.trust_remote_code, device)
+    elif has_adapter(model):
+        raise ModelError("algorithm.critic.model: model.path holds an adapter; name a whole model for the critic")
+    else:
+        own = as_classifier(copy_model(model, torch.float32).requires_grad_(True), pad)
+    return Critic(score_trainer(own, critic_training(config), dtype), config)
+
+
+def critic_training(config: Config) -> TrainingConfig:
+    """The settings of the critic's optimizer."""
+    rate = config.algorithm.critic.learning_rate
+    return config.training.model_copy(update={"learning_rate": rate, "final_learning_rate": None})
+
+
+@dataclass(slots=True)
+class Critic:
+    """Values of response tokens, and how they are learned.
+
+    Attributes:
+        ahead: what the update told that was made of the mini-batch at hand, while that of the policy is still to come.
+    """
+
+    trainer: Trainer
+    config: Config
+    ahead: Mapping[str, tuple[float, float]] | None = field(default=None)
+
+    def use(self, config: Config) -> None:
+        self.config = config
+        self.trainer.use(critic_training(config))
+
+    def columns(self, batch: TokenBatch) -> dict[str, FloatArray]:
+        """``values``: of the state that each response token was sampled in; ``after``: of the state behind it."""
+        longer = one_token_longer(batch)
+        found = self.trainer.logprobs(longer).cpu().numpy()
+        starts, lengths = starts_of(longer.response_lengths), longer.response_lengths
+        return {"values": np.delete(found, starts + lengths - 1), "after": np.delete(found, starts)}
+
+    def inputs(self, mini: TokenBatch) -> ValueTokens:
+        """Of a mini-batch with ``values`` and ``returns``: each loss token weighs the same."""
+        ids = torch.from_numpy(mini.sample_ids)
+        mask, number = torch.from_numpy(mini.mask), mini.num_samples
+        weights = token_weights("token-mean", mask=mask, sample_ids=ids, group_ids=ids, num_samples=number)
+        device = self.trainer.device
+        old, returns = (upload(mini.columns[name], device) for name in ("values", "returns"))
+        return ValueTokens(weights.to(device), old, returns)
+
+    def learn(self, mini: TokenBatch, out_of_time: Callable[[], bool]) -> Mapping[str, tuple[float, float]]:
+        """Make the update of a mini-batch, unless it was made (:attr:`ahead`), and return its statistics."""
+        if self.ahead is None:
+            objective = Watched(ValueObjective(self.config.algorithm.critic.clip), out_of_time)
+            report = self.trainer.update(mini, self.inputs(mini), objective)
+            norm = (report.grad_norm, 1.0)
+            self.ahead = report.statistics | {"critic/grad_norm": norm} if report.skipped is None else {}
+        return self.ahead
+
+    def save(self, folder: Path) -> None:
+        """What a checkpoint has to keep beside the trainer."""
+        write_json(folder / _AHEAD, self.ahead)
+
+    def load(self, folder: Path) -> None:
+        found = read_json(folder / _AHEAD)
+        self.ahead = None if found is None else {name: (pair[0], pair[1]) for name, pair in found.items()}
+
+
+def one_token_longer(batch: TokenBatch) -> TokenBatch:
+    """The batch with one more token behind each response, which nobody reads: the state that would predict it is that
+    behind the last one. There are no columns."""
+    ends, responses = np.cumsum(batch.lengths), np.cumsum(batch.response_lengths)
+    return replace(
+        batch,
+        lengths=batch.lengths + 1,
+        token_ids=np.insert(batch.token_ids, ends, batch.token_ids[ends - 1]),
+        mask=np.insert(batch.mask, responses, False),
+        behaviour_logprobs=np.insert(batch.behaviour_logprobs, responses, 0),
+        versions=np.insert(batch.versions, responses, 0),
+        columns={},
+    )
+
+
+class _HeadOnly(WholeClassifier):
+    """Of a classifier whose backbone is the policy's, the head alone: it is what is trained and what is saved."""
+
+    def take(self, model: Any, compute_dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+        return {"score.weight": model.score.weight}
+
+    def frozen(self, model: Any, copies: dict[int, Any], ranks: Ranks) -> tuple[Any, Replica]:
+        return model, self  # files are of the parameters that they are given
+
+    def save_model(self, model: Any, folder: Path, parameters: Parameters, **how: Any) -> None:
+        with new_folder(folder) as staging:
+            save_file({name: p.detach().cpu() for name, p in parameters.items()}, staging / MODEL)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OnTheBackbone(ScorePolicy):
+    """Values of the policy's own states, into which no gradient flows."""
+
+    def predicting_states(self, part: MicroBatch) -> torch.Tensor:
+        with torch.no_grad():
+            states = ScorePolicy.predicting_states(self, part)
+        return states.requires_grad_()

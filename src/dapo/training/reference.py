@@ -1,0 +1,64 @@
+"""The initial policy that a KL is measured to, and where it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dapo.model.loading import copy_model
+from dapo.records import TokenBatch
+from dapo.training.policy import Policy
+
+
+def reference_policy(policy: Policy, kept: Literal["copy", "base", "offload"]) -> Policy:
+    """``policy`` as it is now, for good: a copy, or one in main memory. ``base``: the model under its adapter."""
+    if kept == "copy":
+        return policy.frozen_copy()
+    how: dict[str, Any] = {
+        "temperature": policy.temperature,
+        "tokens_per_micro_batch": policy.tokens_per_micro_batch,
+        "compute_dtype": policy.compute_dtype,
+        "held": policy.held,
+    }
+    if kept == "base":
+        return _Base(policy.model, **how)
+    return _Offloaded(copy_model(policy.model, device=torch.device("cpu")), **how, home=str(policy.device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Base(Policy):
+    """The policy without its adapter."""
+
+    def logprobs(self, batch: TokenBatch) -> torch.Tensor:
+        with _without_adapter(self.model):
+            return Policy.logprobs(self, batch)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Offloaded(Policy):
+    """On its device only while it computes."""
+
+    home: str = "cpu"
+
+    def logprobs(self, batch: TokenBatch) -> torch.Tensor:
+        self.model.to(self.home)
+        try:
+            return Policy.logprobs(self, batch)
+        finally:
+            self.model.to("cpu")
+
+
+@contextmanager
+def _without_adapter(model: Any) -> Iterator[None]:
+    layers = [module for module in model.modules() if hasattr(module, "base_layer")]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
