@@ -149,7 +149,6 @@ def test_a_tree_says_what_is_wrong():
         ("dpo", {"dpo": {"gamma": 1.0}}, "dpo.gamma: is for loss=simpo"),
         ("dpo", {"dpo": {"bta": 1.0}}, "dpo.bta: unknown key; did you mean dpo.beta?"),
         ("sft", {"training": {"steps": 1, "epochs": 1}}, "training.epochs: is 1, and steps is 1"),
-        ("reward_model", {"model": {"path": "x", "lora": {"rank": 4}}}, "model.lora.rank: a reward model is trained"),
         ("sft", {"training": {"tokens_per_micro_batch": 9}}, "training.tokens_per_micro_batch: is 9"),
         ("sft", {"runtime": {"kind": "ray"}}, "runtime.kind"),
     ):

@@ -2,34 +2,30 @@
 
 A text is followed by one token that nobody reads, so that the state which predicts it is that of the last real token:
 what a loss sees as the log-probabilities of response tokens are scores here. What is saved is a sequence classifier of
-Transformers with one output, which ``reward: {kind: model}`` loads.
+Transformers with one output, or its adapter with the head, which ``reward: {kind: model}`` loads.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from dapo.algorithm.preference import ScoreObjective, outcome_loss, outcome_objective, share_right
 from dapo.data.examples import Example, labelled, ranked
 from dapo.data.rows import BadRow, Row
-from dapo.errors import ConfigError, ModelError, RewardError
+from dapo.errors import ConfigError, RewardError
 from dapo.evaluation.statistics import calibration_error
-from dapo.model.adapters import has_adapter
-from dapo.model.loading import load_model
+from dapo.model.classifier import as_classifier
 from dapo.records import TokenBatch
 from dapo.reward.model.text import PairText
 from dapo.stages.batches import labelled_inputs, labels, ranked_inputs, rankings
 from dapo.stages.stage import Parts, accuracy_metrics, evaluate_pairs, in_parts
-from dapo.training.checkpoint import read_tensors
+from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.objective_protocol import Objective
-from dapo.training.parallel.holding import MODEL, Replica
 from dapo.training.policy import Policy
 from dapo.training.trainer import Trainer
 
@@ -71,12 +67,7 @@ class RewardModel:
 
     def load(self, source: Any, device: torch.device) -> Any:
         """The backbone of a language model under a score head of zeros."""
-        model = load_model(source, torch.float32, self.config.model.trust_remote_code, device)
-        if has_adapter(model):
-            raise ModelError(
-                "model.path: holds an adapter, and a reward model is trained whole; merge it into its base"
-            )
-        return as_classifier(model, self._pad_token())
+        return as_classifier(load_trainable(source, self.config.model, device), self._pad_token())
 
     def _pad_token(self) -> int:
         """A token that no text ends with: classifiers of Transformers read the score before trailing padding tokens."""
@@ -92,7 +83,7 @@ class RewardModel:
 
     def trainer(self, model: Any) -> Trainer:
         dtype = getattr(torch, self.config.model.compute_dtype)
-        trainer = Trainer(model, self.config.training, 1.0, dtype, held=_Whole())
+        trainer = Trainer(begin_adapter(model, self.config.model, self.config.seed), self.config.training, 1.0, dtype)
         policy = trainer.policy
         trainer.policy = ScorePolicy(policy.model, 1.0, policy.tokens_per_micro_batch, dtype, policy.held)
         return trainer
@@ -119,27 +110,6 @@ class RewardModel:
         return {**found, "eval/loss": loss, "eval/calibration_error": calibration_error(towards.numpy())}
 
 
-def as_classifier(model: Any, pad_token_id: int) -> Any:
-    """The sequence classifier of Transformers over the backbone of ``model``, which it shares.
-    Raises ModelError: Transformers has none for this architecture."""
-    from transformers import AutoModelForSequenceClassification
-
-    config = copy.deepcopy(model.config)
-    config.num_labels, config.pad_token_id = 1, pad_token_id
-    with torch.device("meta"):
-        try:
-            found = AutoModelForSequenceClassification.from_config(config)
-        except ValueError:
-            raise ModelError(f"model.path: Transformers has no sequence classifier for {config.model_type}") from None
-    backbone = model.base_model
-    setattr(found, found.base_model_prefix, backbone)
-    like = next(backbone.parameters())
-    found.score = torch.nn.Linear(config.hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)
-    torch.nn.init.zeros_(found.score.weight)  # every text begins with the score 0
-    found.generation_config, found.source_dtype = model.generation_config, model.source_dtype
-    return found.eval()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ScorePolicy(Policy):
     """Scores in place of log-probabilities: one for each state, and no entropy."""
@@ -152,18 +122,3 @@ class ScorePolicy(Policy):
         with torch.autocast(states.device.type, enabled=False):
             scores = torch.nn.functional.linear(states.float(), self.model.score.weight).squeeze(-1)
         return scores, torch.zeros_like(scores)
-
-
-class _Whole(Replica):
-    """Reads a classifier back, which is no causal language model."""
-
-    def load_weights(self, model: Any, folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        try:
-            saved = read_tensors(folder, MODEL)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise ModelError(f"{folder}: cannot be read: {error}") from None
-        if {n: tuple(t.shape) for n, t in saved.items()} != {n: tuple(p.shape) for n, p in parameters.items()}:
-            raise ModelError(f"{folder}: holds the weights of another model")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(saved[name])
