@@ -244,7 +244,7 @@ def test_the_forecast_names_its_parts_or_says_why_there_is_none(
     random_model("qwen2", **SHAPE).save_pretrained(tmp_path / "model")
     path = str(tmp_path / "model")
     text = predicted_from(config(model__path=path))
-    assert text.startswith("about 0.7 GiB of RAM, with responses of full length, without the libraries' own 0.5 GiB (")
+    assert text.startswith("about 0.7 GiB of RAM, with texts of full length, without the libraries' own 0.5 GiB (")
     assert "(weights 0.02, gradients 0.02, adam 0.04, " in text and "logits 0.09" in text
     gpu = predicted_from(config(model__path=path, runtime__device="cuda", training__offload_optimizer=True))
     assert " of GPU memory, with" in gpu and "in the host's memory 4" in gpu

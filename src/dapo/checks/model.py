@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.checks.context import CheckContext, Finding, area_of, on_this_machine
+from dapo.checks.memory import shape_of
 from dapo.checks.start import check_lengths, check_vocabulary, longest_sequence, notice_generation_config
 from dapo.config.reading import with_values
 from dapo.data.template import PromptTemplate
@@ -18,7 +19,7 @@ from dapo.model.adapters import adapter_parameters, find_adapter
 from dapo.model.hub import hub_answers, is_name
 from dapo.model.placement import device_of, engine_device, set_threads
 from dapo.observe.progress import QuietListener
-from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
+from dapo.training.lora import begin_adapter, load_trainable
 
 
 def _warning(name: str, found: str, fix: str) -> Finding:
@@ -96,7 +97,7 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
         yield Finding("model", "architecture", "fail", text, "a model that docs/models.md names")
         return
     try:
-        context.shape = trainable_shape(config.model, found)
+        context.shape = shape_of(config, found)
     except (ModelError, ConfigError) as error:
         yield Finding("model", "adapter", "fail", str(error), "see docs/models.md, LoRA adapters")
         return
