@@ -20,6 +20,7 @@ from dapo.config import Config, build_config, nested
 from dapo.errors import ModelError, UserError
 from dapo.model.loading import load_model
 from dapo.training.lora import trainable_shape
+from dapo.util import memory as system_memory
 from helpers import random_model
 
 FACTOR = 1.4
@@ -133,10 +134,10 @@ def test_vllm_loads_a_base_of_its_own_which_goes_to_the_host_while_it_sleeps() -
 def test_free_memory_is_that_of_the_container_where_that_is_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if memory.free_memory() is None:
+    if system_memory.free_memory() is None:
         pytest.skip("how much is free cannot be told here")
-    monkeypatch.setattr(memory, "_left_in_containers", lambda: iter([12345]))
-    assert memory.free_memory() == 12345
+    monkeypatch.setattr(system_memory, "_left_in_containers", lambda: iter([12345]))
+    assert system_memory.free_memory() == 12345
 
 
 def test_of_an_adapter_little_is_trained(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from dapo.checks.memory import predict_memory
-from dapo.config.stages import StageConfig
 from dapo.model.classifier import as_classifier
 from helpers import random_model
 from stage_cases import stage_config
 
-FACTOR = 1.4
+FACTOR = 1.5
 """Prediction and measurement lie within this factor of each other."""
 SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8192}
 SIZES: dict[str, Any] = {
@@ -53,8 +52,8 @@ def rows(stage: str) -> list[dict[str, str]]:
     return [{"prompt": "1+2=", "chosen": "7" + text[:122], "rejected": "4" + text[:122]} for text in texts]
 
 
-def predicted(stage: str, **changes: Any) -> int:
-    config: StageConfig = stage_config(stage, Path("run"), SIZES | {k.replace("__", "."): v for k, v in changes.items()})
+def predicted(stage: str) -> int:
+    config = stage_config(stage, Path("run"), SIZES)
     model = random_model("qwen2", **SHAPE)
     return predict_memory(config, as_classifier(model, 0) if stage == "reward_model" else model).total(on_gpu=False)
 

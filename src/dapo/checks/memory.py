@@ -32,11 +32,11 @@ scores         in place of logits, of a reward model: 8 h t
 A stage has no engine, cache or decoding, and no reference either: that of DPO is computed before the first update and
 kept as numbers. T is data.max_length there, and t no more than rows_per_update rows of that length have, or pairs.
 
-Prediction and measurement are compared in tests/checks/test_doctor_memory.py and tests/stages/test_stage_memory.py; the libraries themselves (about half a
-GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
-while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
-the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case.
-vLLM takes all of cache_gib, once the learner has given back what it has freed.
+Prediction and measurement are compared in tests/checks/test_doctor_memory.py and tests/stages/test_stage_memory.py; the
+libraries themselves (about half a GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts,
+activations, logits) take turns: while the trainer works the cache sleeps, and gradients are dropped with every update;
+the head is done with before the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and
+cache_gib given) in any case. vLLM takes all of cache_gib, once the learner has given back what it has freed.
 An engine on another device (``rollout.device``) is not in it.
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
@@ -49,25 +49,24 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dapo.checks.context import CheckContext, Finding
 from dapo.config import Config
-from dapo.config.common import OptimizerConfig
 from dapo.config.on_resume import may_change
 from dapo.config.reading import with_values
-from dapo.config.stages import RewardModelConfig, SFTConfig, StageConfig
+from dapo.config.stages import SFTConfig, StageConfig
 from dapo.errors import UserError, first_line
 from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
 from dapo.model.loading import cached_numbers, check_supported, key_value_heads, read_config
-from dapo.training.lora import trainable_shape
+from dapo.training.lora import shape_of
 from dapo.training.offload import GROUP_NUMBERS
+from dapo.util.memory import free_memory
 
 AnyConfig = Config | StageConfig
 GIB = 2**30
@@ -136,29 +135,18 @@ def checkpoint_bytes(trained: int) -> int:
     return 12 * trained
 
 
-def shape_of(config: AnyConfig, model_config: Any) -> Any:
-    """See :func:`dapo.training.lora.trainable_shape`."""
-    return trainable_shape(config.model, model_config, isinstance(config, RewardModelConfig))
-
-
 def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: int = 1) -> Memory:
     """See the module for the formulas. ``shape``: a model of the run's architecture, with its adapter if it trains one,
     on any device; only shapes and the config are looked at. ``ranks``: GPUs that share the training."""
-    memory = _of_updates(config, shape, on_gpu, ranks)
-    return memory if isinstance(config, StageConfig) else _with_engine(memory, config, shape, on_gpu, ranks)
-
-
-def _of_updates(config: AnyConfig, shape: Any, on_gpu: bool, ranks: int) -> Memory:
-    training: OptimizerConfig = config.training
-    parameters = sum(p.numel() for p in shape.parameters())  # tied embeddings, in two places, count once
-    trained = trained_of(shape)
+    training = config.training
+    every = sum(p.numel() for p in shape.parameters())  # tied embeddings, in two places, count once
+    trained, width = trained_of(shape), _width(config)
     held = trained if has_adapter(shape) else -(-trained // ranks)
-    width = _width(config)
     tokens = min(training.tokens_per_micro_batch, max(_longest(config), _update_tokens(config) // ranks))
     offloaded = on_gpu and training.offload_optimizer
     largest = max(parameter.numel() for parameter in changing_parameters(shape).values())
-    return Memory(
-        weights=4 * held + width * (parameters - trained),
+    memory = Memory(
+        weights=4 * held + width * (every - trained),
         gradients=4 * held,
         adam=0 if offloaded else 8 * held,
         casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
@@ -168,6 +156,7 @@ def _of_updates(config: AnyConfig, shape: Any, on_gpu: bool, ranks: int) -> Memo
         streamed=8 * min(held, max(GROUP_NUMBERS, largest)) if offloaded else 0,
         host=8 * held * offloaded,
     )
+    return memory if isinstance(config, StageConfig) else _with_engine(memory, config, shape, on_gpu, ranks)
 
 
 def _head(shape: Any, tokens: int, on_gpu: bool, width: int) -> int:
@@ -175,8 +164,7 @@ def _head(shape: Any, tokens: int, on_gpu: bool, width: int) -> int:
     text, head = shape.config.get_text_config(), shape.get_output_embeddings()
     if head is None:
         return 8 * tokens * int(text.hidden_size)
-    rows = chunk_rows(torch.device("cuda" if on_gpu else "cpu"), text.vocab_size)
-    chunk: int = min(tokens, rows) * text.vocab_size
+    chunk: int = min(tokens, chunk_rows(torch.device("cuda" if on_gpu else "cpu"), text.vocab_size)) * text.vocab_size
     return 6 * chunk + 6 * _trained_in(head, shape) if on_gpu and width == 2 else 12 * chunk
 
 
@@ -223,8 +211,7 @@ def _rows(config: Config, ranks: int) -> int:
     rollout = config.rollout
     if config.runtime.deterministic:
         return rollout.max_concurrent_samples
-    batches = 1 + config.ahead
-    groups = -(-batches * rollout.prompts_per_step // ranks)
+    groups = -(-(1 + config.ahead) * rollout.prompts_per_step // ranks)
     return min(rollout.max_concurrent_samples, groups * rollout.samples_per_prompt)
 
 
@@ -293,28 +280,6 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
 
 
-def free_memory() -> int | None:
-    """Bytes of RAM that this process may still take: of the machine, and of the container it is in. None: unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        free = found["MemAvailable"]
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
-    return min([free, *_left_in_containers()])
-
-
-def _left_in_containers() -> Iterator[int]:
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            yield max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # there is no such file, or "max"
-            continue
-
-
 def check_memory(context: CheckContext) -> Iterator[Finding]:
     shape, config = context.need(context.shape, "model"), context.config
     if config.runtime.kind == "ray":
@@ -376,8 +341,8 @@ def shortage_explained(config: AnyConfig, model: Any) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch raises plain RuntimeErrors for the host's memory
-        said = str(error)
-        if not isinstance(error, MemoryError) and not ("out of memory" in said or "can't allocate memory" in said):
+        ran_out = any(said in str(error) for said in ("out of memory", "can't allocate memory"))
+        if not isinstance(error, MemoryError) and not ran_out:
             raise
         on_gpu = next(model.parameters()).is_cuda
         less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
@@ -418,7 +383,7 @@ def settings_line(settings: Mapping[str, Any]) -> str:
 
 def _cheaper(config: AnyConfig, on_gpu: bool) -> Iterator[tuple[str, Any]]:
     """Keys and values that take less memory, what costs least of all first."""
-    training: OptimizerConfig = config.training
+    training = config.training
     narrow = [("model.compute_dtype", "bfloat16")] if config.model.compute_dtype == "float32" else []
     yield from narrow if on_gpu else []
     tokens = training.tokens_per_micro_batch

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from dapo.checks.context import CheckContext, Finding, area_of, on_this_machine
-from dapo.checks.memory import shape_of
 from dapo.checks.start import check_lengths, check_vocabulary, longest_sequence, notice_generation_config
 from dapo.config.reading import with_values
 from dapo.data.template import PromptTemplate
@@ -19,7 +18,7 @@ from dapo.model.adapters import adapter_parameters, find_adapter
 from dapo.model.hub import hub_answers, is_name
 from dapo.model.placement import device_of, engine_device, set_threads
 from dapo.observe.progress import QuietListener
-from dapo.training.lora import begin_adapter, load_trainable
+from dapo.training.lora import begin_adapter, load_trainable, shape_of
 
 
 def _warning(name: str, found: str, fix: str) -> Finding:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dapo.config.sections import ModelConfig
+from dapo.config.stages import RewardModelConfig
 from dapo.errors import ConfigError, ModelError, first_line
 from dapo.model.adapters import Adapter, find_adapter, has_adapter, new_adapter, put_on
 from dapo.model.classifier import as_classifier
@@ -80,6 +81,11 @@ def trainable_shape(config: ModelConfig, model_config: Any, classifier: bool = F
             _check_same(adapter, config)
             model = put_on(model, adapter)
         return begin_adapter(as_classifier(model, 0) if classifier else model, config, 0)
+
+
+def shape_of(config: Any, model_config: Any) -> Any:
+    """:func:`trainable_shape` of a whole recipe, of a run or a stage."""
+    return trainable_shape(config.model, model_config, isinstance(config, RewardModelConfig))
 
 
 def alpha_of(config: ModelConfig) -> float:
