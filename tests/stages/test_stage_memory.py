@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from dapo.checks import memory
 from dapo.checks.memory import predict_memory
+from dapo.commands import app
 from dapo.model.classifier import as_classifier
 from helpers import random_model
-from stage_cases import stage_config
+from run_cases import TOKENIZER, tiny_model
+from stage_cases import ROWS, stage_config
 
 FACTOR = 1.5
 """Prediction and measurement lie within this factor of each other."""
@@ -72,3 +77,48 @@ def test_the_prediction_is_near_what_a_stage_takes(stage: str, tmp_path: Path) -
     total = predicted(stage)
     print(f"{stage}: predicted {total / 2**20:.0f} MiB, measured {found['bytes'] / 2**20:.0f} MiB")
     assert 1 / FACTOR <= total / found["bytes"] <= FACTOR
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("tiny")
+    TOKENIZER.save_pretrained("tiny")
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS["dpo"]))
+    tree = {"stage": "dpo", "model": {"path": "tiny"}, "data": {"train": "rows.jsonl", "template": "plain"}}
+    Path("dpo.yaml").write_text(yaml.safe_dump(tree))
+    return "dpo.yaml"
+
+
+def findings(*words: str) -> dict[str, dict[str, str]]:
+    done = CliRunner().invoke(app, ["doctor", "--json", *words])
+    return {one["name"]: one for one in json.loads(done.stdout)["findings"]}
+
+
+def test_what_does_not_fit_is_said_with_what_takes_less(recipe, monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda: 10 * 2**20)
+    found = findings(recipe, "data.max_length=1024")["memory"]
+    assert found["status"] == "fail" and found["fix"].startswith("training.tokens_per_micro_batch=")
+
+
+def test_a_row_that_cannot_be_used_is_a_finding(recipe):
+    Path("rows.jsonl").write_text('{"prompt": "1", "chosen": "2"}\n')
+    found = findings(recipe)
+    assert found["rows"]["status"] == "fail" and "rejected" in found["rows"]["found"]
+    assert "disk" in found["not-checked"]["found"]
+
+
+def test_a_stage_of_a_published_size_is_planned_on_one_gpu(recipe):
+    """An adapter's base has neither gradients nor moments; a reward model has scores in place of logits."""
+    words = ["plan", recipe, "model.path=0.5B", "model.compute_dtype=bfloat16", "--json", "--cluster", "H200"]
+    found = json.loads(CliRunner().invoke(app, words).stdout)
+    assert found["fits"] and found["tokens_trained_per_step"] == 32 * 3 * 512
+    assert {"weights", "gradients", "adam", "activations", "logits"} <= found["gpu_gib"].keys()
+    assert not {"engine", "cache", "decoding", "reference"} & found["gpu_gib"].keys()
+    assert found["step_seconds"]["reference"] < found["step_seconds"]["update"]
+    adapter = json.loads(CliRunner().invoke(app, [*words, "model.lora.rank=16"]).stdout)["gpu_gib"]
+    assert adapter["adam"] < found["gpu_gib"]["adam"] / 10 and adapter["weights"] < found["gpu_gib"]["weights"]
+    large = CliRunner().invoke(app, ["plan", recipe, "model.path=7B", "--cluster", "H100"])
+    assert (
+        large.exit_code == 1 and "model.lora.rank=16" in large.stdout and "GPUs  " not in large.stdout.split("less")[1]
+    )

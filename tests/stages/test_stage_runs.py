@@ -182,7 +182,13 @@ def test_the_command_line(stage, tmp_path, monkeypatch):
     command = stage.replace("_", "-")
     done = CliRunner().invoke(app, [command, "stage.yaml", "--dry-run"])
     assert done.exit_code == 0 and f"stage: {stage}" in done.stdout, done.output
-    assert CliRunner().invoke(app, ["doctor", "stage.yaml"]).stdout == done.stdout
+    assert "# memory: about " in done.stdout
+    done = CliRunner().invoke(app, ["doctor", "stage.yaml", "--json"])
+    found = {one["name"]: one["status"] for one in json.loads(done.stdout)["findings"]}
+    assert done.exit_code == 0 and set(found.values()) == {"pass"}, done.output
+    assert {"rows", "architecture", "memory", "snapshot", "disk", "weights"} < found.keys()
+    done = CliRunner().invoke(app, ["plan", "stage.yaml", "--cluster", "H200"])
+    assert done.exit_code == 0 and "tokens trained" in done.stdout and "6 steps" in done.stdout, done.output
     assert not RunFolder(tmp_path / "runs/stage").config.exists()
     assert "is the recipe of a stage" in CliRunner().invoke(app, ["train", "stage.yaml"]).output
     done = CliRunner().invoke(app, [command, "stage.yaml", "training.steps=2"])
