@@ -100,7 +100,7 @@ def _stage(
         return
     require_files(cast("Config", config), existing_recipe(recipe) if recipe else None)
     with closing(make_listener(quiet)) as listener:
-        again = f"dapo {stage.replace('_', '-')} --resume {{run}}"
+        again = f"dapo {stage.replace('_', '-')} " + (f"{recipe} --curve {curve}" if curve else "--resume {run}")
         with stopped_by_signals(config.run.stop_within_s, resume, again) as shutdown:
             listener.phase("loading")
             from dapo.orchestrator.inputs import RunOverrides

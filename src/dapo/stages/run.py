@@ -31,6 +31,7 @@ from dapo.model.placement import device_of, set_threads
 from dapo.observe.fingerprint import fingerprint_tokenizer
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
+from dapo.observe.run_view import is_run
 from dapo.observe.trackers import check_trackers
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.checkpointer import Checkpointer, Stateful
@@ -71,12 +72,15 @@ def run_stage(
 
 def run_curve(config: StageConfig, times: int, listener: Listener, shutdown: Shutdown | None = None) -> dict[str, Any]:
     """Train ``times`` times from the same start, on the first rows of the data: of N at last, N / 2 before, and so on.
-    Each is a run of its own inside of the run folder; ``curve.json`` there has rows and held-out numbers of each."""
+    Each is a run of its own inside of the run folder; ``curve.json`` there has rows and held-out numbers of each. One
+    that is there goes on: nothing is left to do of one that was done. Raises ConfigError: it has other settings."""
     rows = config.data.rows or sum(len(open_table(item)) for item in config.data.train)
     root, found = Path(config.run.dir or "runs/run"), []
     for part in sorted({max(2, rows >> k) for k in range(times)}):
-        values = {"data.rows": part, "run.dir": str(root / f"rows-{part}")}
-        summary = run_stage(with_values(config, values), listener, None, shutdown)
+        folder = RunFolder(root / f"rows-{part}")
+        point, there = with_values(config, {"data.rows": part, "run.dir": str(folder.root)}), is_run(folder.root)
+        point = as_begun(folder, point) if there else point
+        summary = run_stage(point, listener, RunOverrides(resume=folder if there else None), shutdown)
         found.append({"rows": part, **{n: v for n, v in summary.items() if n.endswith("_after")}})
         listener.phase(f"{part:,} rows: {', '.join(f'{n} {v:.4g}' for n, v in found[-1].items() if n != 'rows')}")
     write_json(root / "curve.json", found)
@@ -324,6 +328,6 @@ def as_begun(folder: RunFolder, config: StageConfig) -> StageConfig:
         lines = "\n".join(refused)
         raise ConfigError(
             f"{folder.root}: these settings differ from those of the run, and would make it another one:\n{lines}\n"
-            "To train on with other settings, start a new run from its weights (model.path)"
+            "For other settings begin another run (run.dir), from the weights of this one if need be (model.path)"
         )
     return config
