@@ -20,6 +20,7 @@ from dapo.config import Config, build_config, nested
 from dapo.errors import ModelError, UserError
 from dapo.model.loading import load_model
 from dapo.training.lora import trainable_shape
+from dapo.util import memory as system_memory
 from helpers import random_model
 
 FACTOR = 1.4
@@ -133,10 +134,10 @@ def test_vllm_loads_a_base_of_its_own_which_goes_to_the_host_while_it_sleeps() -
 def test_free_memory_is_that_of_the_container_where_that_is_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if memory.free_memory() is None:
+    if system_memory.free_memory() is None:
         pytest.skip("how much is free cannot be told here")
-    monkeypatch.setattr(memory, "_left_in_containers", lambda: iter([12345]))
-    assert memory.free_memory() == 12345
+    monkeypatch.setattr(system_memory, "_left_in_containers", lambda: iter([12345]))
+    assert system_memory.free_memory() == 12345
 
 
 def test_of_an_adapter_little_is_trained(tmp_path: Path) -> None:
@@ -244,7 +245,7 @@ def test_the_forecast_names_its_parts_or_says_why_there_is_none(
     random_model("qwen2", **SHAPE).save_pretrained(tmp_path / "model")
     path = str(tmp_path / "model")
     text = predicted_from(config(model__path=path))
-    assert text.startswith("about 0.7 GiB of RAM, with responses of full length, without the libraries' own 0.5 GiB (")
+    assert text.startswith("about 0.7 GiB of RAM, with texts of full length, without the libraries' own 0.5 GiB (")
     assert "(weights 0.02, gradients 0.02, adam 0.04, " in text and "logits 0.09" in text
     gpu = predicted_from(config(model__path=path, runtime__device="cuda", training__offload_optimizer=True))
     assert " of GPU memory, with" in gpu and "in the host's memory 4" in gpu

@@ -186,7 +186,7 @@ def test_what_an_adapter_asks_beyond_linear_layers_is_refused(
     [
         ({"peft_type": "IA3"}, "peft_type IA3 is not served; served are LoRA"),
         ({"peft_type": "PROMPT_TUNING"}, "PROMPT_TUNING is not served"),
-        ({"task_type": "SEQ_CLS"}, "task_type SEQ_CLS is not served"),
+        ({"task_type": "SEQ_CLS"}, "is of a reward model"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' changes the weights of the base"),
         ({"revision": "v2"}, "it is for revision v2 of its base"),
         ({"of_a_later_release": True}, "of_a_later_release is not served"),

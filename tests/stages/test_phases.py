@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,23 @@ def test_what_begins_with_a_dollar_elsewhere_stays(here):
     assert found["rl"].reward.request == {"items": ["$item"]}
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["phases.rl.data.train=gone.jsonl"], r"phases\.rl: data\.train: 'gone\.jsonl' does not exist"),
+        (["phases.reward.data.chosen_key=best"], r"phases\.reward: .*dpo\.jsonl:1: no key 'best'"),
+        (["phases.rl.model.path=$reward"], r"phases\.rl: model\.path: .* will be a reward model"),
+        (["phases.rl.reward.path=$sft"], r"phases\.rl: reward\.path: .* will be a policy"),
+        (["phases.rl.reward.path=./gone"], r"phases\.rl: reward\.path: .*gone: no such folder"),
+        (["phases.reward.model.path=./gone"], r"phases\.reward: tokenizer .*gone: no such folder"),
+    ],
+)
+def test_what_a_later_phase_names_is_looked_at_before_the_first_one(here, changes, message):
+    done = CliRunner().invoke(app, ["phases", "method.yaml", *changes])
+    assert done.exit_code in (1, 2) and re.search(message, done.output.replace("\n", " ")), done.output
+    assert not Path("runs/method").exists()
+
+
 @pytest.mark.parametrize(("name", "stage"), [("sft", "sft"), ("dpo", "dpo"), ("reward-model", "reward_model")])
 def test_the_recipes_to_begin_with_can_be_read(name, stage):
     folder = Path(__file__).parents[2] / "recipes/method"
@@ -129,12 +147,27 @@ def test_the_recipes_to_begin_with_can_be_read(name, stage):
 
 def test_a_learning_curve_over_the_number_of_pairs(here):
     tree = {key: value for key, value in METHOD["phases"]["reward"].items() if key != "stage"}
-    Path("rm.yaml").write_text(yaml.safe_dump(tree | {"model": {"path": "tiny"}, "run": QUIET | {"dir": "runs/rm"}}))
+    Path("rm.yaml").write_text(
+        yaml.safe_dump(tree | {"model": {"path": "tiny"}, "run": QUIET | {"dir": "runs/rm", "save_every": 1}})
+    )
     done = CliRunner().invoke(app, ["reward-model", "rm.yaml", "--curve", "8"])
     assert done.exit_code == 0, done.output
     found = json.loads(Path("runs/rm/curve.json").read_text())
     assert [point["rows"] for point in found] == [2, 4, 9, 18, 36]
     assert all("accuracy_after" in point for point in found)
+    whole = (Path("runs/rm/rows-36") / "model-after/model.safetensors").read_bytes()
+    shutil.rmtree("runs/rm/rows-36/model-after")
+    shutil.rmtree(max(Path("runs/rm/rows-36/checkpoints").glob("step-*")))
+    Path("runs/rm/rows-36/summary.json").unlink()  # killed in its second step
+    Path("runs/rm/curve.json").unlink()
+    done = CliRunner().invoke(app, ["reward-model", "rm.yaml", "--curve", "8"])
+    assert done.exit_code == 0 and done.output.count("step 2/2") == 1, (
+        done.output
+    )  # of the others nothing is left to do
+    assert json.loads(Path("runs/rm/curve.json").read_text()) == found
+    assert (Path("runs/rm/rows-36") / "model-after/model.safetensors").read_bytes() == whole
+    done = CliRunner().invoke(app, ["reward-model", "rm.yaml", "--curve", "8", "training.learning_rate=1e-4"])
+    assert done.exit_code == 2 and "learning_rate" in done.output and "run.dir" in done.output
     for wrong in (["rm.yaml", "evaluation.data=[]"], ["--resume", "runs/rm/rows-36"]):
         done = CliRunner().invoke(app, ["reward-model", *wrong, "--curve", "3"])
         assert done.exit_code == 2 and "--curve compares runs from the start" in done.output

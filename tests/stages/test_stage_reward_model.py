@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dapo.config import ModelReward
 from dapo.config.stages import RewardModelConfig, build_stage
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, ModelError, RewardError
 from dapo.evaluation.statistics import calibration_error
+from dapo.model.loading import load_model
 from dapo.observe.run_folder import RunFolder
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer
@@ -20,8 +23,10 @@ from dapo.stages.batches import labels, rankings
 from dapo.stages.reward_model import RewardModel
 from data.tokenizers_for_tests import CHAT, char_tokenizer
 from helpers import ARCHITECTURES
-from run_cases import TOKENIZER, tiny_model
+from run_cases import TOKENIZER, steps_of, tiny_model, without_times
 from stage_cases import ROWS, run
+
+LORA = {"model.lora.rank": 2}
 
 
 def stage_of(tokenizer=TOKENIZER, **section):
@@ -70,6 +75,79 @@ def test_it_is_a_classifier_that_the_reward_loads_at_once(trained):
     assert len({round(score, 4) for score in alone}) > 6
     assert scores_of(trained / "model-after", texts) == pytest.approx(alone, abs=1e-5)
     assert scores_of(trained / "model-after", texts, batch=64) == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    run("reward_model", folder, LORA | {"training.steps": 4}, model=base)
+    return folder
+
+
+def test_an_adapter_and_its_head_are_what_peft_and_the_reward_load(adapted, base):
+    from peft import AutoPeftModelForSequenceClassification
+
+    model = AutoPeftModelForSequenceClassification.from_pretrained(adapted / "model-after", num_labels=1).eval()
+    texts = [(row["prompt"], row["chosen"]) for row in ROWS["dpo"][:6]]
+    with torch.no_grad():
+        alone = [float(model(**TOKENIZER(p + r, return_tensors="pt")).logits) for p, r in texts]
+    assert len({round(score, 4) for score in alone}) > 3
+    assert scores_of(adapted / "model-after", texts) == pytest.approx(alone, abs=1e-5)
+    stored = load_file(adapted / "model-after/adapter_model.safetensors")
+    assert [name for name in stored if "lora_" not in name] == ["base_model.model.score.weight"]
+
+
+def test_an_adapter_killed_and_resumed_equals_one_that_was_not(adapted, base, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(adapted, folder)
+    shutil.rmtree(max((folder / "checkpoints").glob("step-*")))
+    shutil.rmtree(folder / "model-after")
+    run("reward_model", folder, LORA | {"training.steps": 4}, model=base, resume=True)
+    files = [one / "model-after/adapter_model.safetensors" for one in (adapted, folder)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert without_times(steps_of(folder)[-1]) == without_times(steps_of(adapted)[-1])
+
+
+def test_a_policys_adapter_becomes_that_of_a_reward_model(base, tmp_path):
+    run("sft", tmp_path / "sft", LORA | {"training.steps": 2}, model=base)
+    run("reward_model", tmp_path / "rm", {"training.steps": 2}, model=str(tmp_path / "sft/model-after"))
+    weights = [
+        load_file(tmp_path / f"{name}/adapter_model.safetensors") for name in ("sft/model-after", "rm/model-before")
+    ]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert len(set(scores_of(tmp_path / "rm/model-after", [("1+2=", "#3"), ("1+2=", "#4")]))) == 2
+
+
+def test_an_adapter_that_peft_made_is_a_reward(base, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    model = get_peft_model(
+        model, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        alone = float(model.eval()(**TOKENIZER("1+2=#3", return_tensors="pt")).logits)
+    TOKENIZER.save_pretrained(tmp_path)
+    assert scores_of(tmp_path, [("1+2=", "#3")]) == pytest.approx([alone], abs=1e-5)
+
+
+def test_a_reward_model_is_no_policy_and_a_policys_adapter_no_reward(trained, adapted, base, tmp_path):
+    for folder in (trained / "model-after", adapted / "model-after"):
+        with pytest.raises(ModelError, match=r"of a reward model|is a reward model.*reward: \{kind: model, path: /"):
+            load_model(folder)
+    run("sft", tmp_path / "sft", LORA | {"training.steps": 1}, model=base)
+    with pytest.raises(RewardError, match="is of a policy, which writes text"):
+        scores_of(tmp_path / "sft/model-after", [("1+2=", "#3")])
 
 
 def test_the_trainer_scores_as_the_saved_model_does(trained):

@@ -69,16 +69,23 @@ def entries() -> list[Entry]:
 
 
 def examine(
-    recipe: Path, overrides: Sequence[str] = (), probe: int = 0, tell: Callable[[str], None] = lambda name: None
+    recipe: Path,
+    overrides: Sequence[str] = (),
+    probe: int = 0,
+    tell: Callable[[str], None] = lambda name: None,
+    of_stage: str | None = None,
+    checks: Sequence[Entry] | None = None,
 ) -> Iterator[Finding]:
     """Look at a recipe and all that it names. Nothing is written, nothing is downloaded.
 
-    ``probe``: how many prompts to sample from and score. ``tell`` hears the name of each check before it begins."""
+    ``probe``: how many prompts to sample from and score. ``tell`` hears the name of each check before it begins.
+    ``of_stage``: it is the recipe of a stage, which has its own ``checks``."""
     from dapo.config import load_config
+    from dapo.config.stages import load_stage
 
     recipe = existing_recipe(recipe)
     try:
-        config = load_config(recipe, overrides)
+        config: Any = load_stage(of_stage, recipe, overrides) if of_stage else load_config(recipe, overrides)
     except ConfigError as error:
         for line in str(error).splitlines():
             yield Finding("recipe", "recipe", "fail", line)
@@ -86,7 +93,7 @@ def examine(
     yield Finding("recipe", "recipe", "pass", f"{recipe} can be read, and its keys go together")
     tell("loading the libraries")
     context = CheckContext(config, demo=demo_of(recipe), remedy=remedy(recipe), probe=probe)
-    yield from run_checks(context, entries(), tell)
+    yield from run_checks(context, entries() if checks is None else checks, tell)
 
 
 def run_checks(

@@ -27,13 +27,17 @@ logits         in the output head, c rows at a time, at most t and as many as ``
                GPU 2^30 / V, at most 8,192): 3 x 4 V c, on a GPU in bfloat16 6 V c and, if it is trained, 6 V h
                for its copy and its gradient
 decoding       2 x 4 V s in a step of the rollout
+scores         in place of logits, of a reward model: 8 h t
 =============  ====================================================================================================
 
-Prediction and measurement are compared in tests/checks/test_doctor_memory.py; the libraries themselves (about half a
-GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
-while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
-the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case.
-vLLM takes all of cache_gib, once the learner has given back what it has freed.
+A stage has no engine, cache or decoding, and no reference either: that of DPO is computed before the first update and
+kept as numbers. T is data.max_length there, and t no more than rows_per_update rows of that length have, or pairs.
+
+Prediction and measurement are compared in tests/checks/test_doctor_memory.py and tests/stages/test_stage_memory.py; the
+libraries themselves (about half a GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts,
+activations, logits) take turns: while the trainer works the cache sleeps, and gradients are dropped with every update;
+the head is done with before the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and
+cache_gib given) in any case. vLLM takes all of cache_gib, once the learner has given back what it has freed.
 An engine on another device (``rollout.device``) is not in it.
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
@@ -45,8 +49,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -55,21 +58,24 @@ from dapo.checks.context import CheckContext, Finding
 from dapo.config import Config
 from dapo.config.on_resume import may_change
 from dapo.config.reading import with_values
+from dapo.config.stages import SFTConfig, StageConfig
 from dapo.errors import UserError, first_line
 from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
 from dapo.model.loading import cached_numbers, check_supported, key_value_heads, read_config
-from dapo.training.lora import trainable_shape
+from dapo.training.lora import shape_of
 from dapo.training.offload import GROUP_NUMBERS
+from dapo.util.memory import free_memory
 
+AnyConfig = Config | StageConfig
 GIB = 2**30
 _HOLES = 1.25
 """Measured: what is held beside what is in use, as the C library keeps freed memory (``process.keep_freed_memory``)."""
 _TIGHT = 0.85
 """Share of the free memory from which on it may become tight."""
-_SUPPOSED = "with responses of full length, without the libraries' own 0.5 GiB"
+_SUPPOSED = "with texts of full length, without the libraries' own 0.5 GiB"
 """What a prediction is of. It is no upper bound: what was measured lies within a factor of it, on either side."""
 _SHORT = 0.8
 """Of what was predicted, what is taken for free where that ran out: the prediction was too low, or others took some."""
@@ -80,15 +86,15 @@ class Memory:
     weights: int
     gradients: int
     adam: int
-    engine: int
-    reference: int
     casts: int
-    cache: int
     activations: int
     logits: int
-    decoding: int
+    engine: int = 0
+    reference: int = 0
     critic: int = 0
     """Weights, gradients and moments of PPO's critic, if it has a backbone of its own."""
+    cache: int = 0
+    decoding: int = 0
     at_work: int = 0
     """What the layer that goes backward takes on a GPU beside what was kept."""
     streamed: int = 0
@@ -132,53 +138,76 @@ def checkpoint_bytes(trained: int) -> int:
     return 12 * trained
 
 
-def predict_memory(config: Config, shape: Any, on_gpu: bool = False, ranks: int = 1) -> Memory:
+def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: int = 1) -> Memory:
     """See the module for the formulas. ``shape``: a model of the run's architecture, with its adapter if it trains one,
     on any device; only shapes and the config are looked at. ``ranks``: GPUs that share the training."""
-    text = shape.config.get_text_config()
-    rollout, training = config.rollout, config.training
-    parameters = sum(p.numel() for p in shape.parameters())  # tied embeddings, in two places, count once
-    trained = trained_of(shape)
+    training = config.training
+    every = sum(p.numel() for p in shape.parameters())  # tied embeddings, in two places, count once
+    trained, width = trained_of(shape), _width(config)
     held = trained if has_adapter(shape) else -(-trained // ranks)
-    width = _width(config)
-    longest, rows = _longest(config), _rows(config, ranks)
-    cache = rows * longest * cached_numbers(text) * text.num_hidden_layers * width
+    tokens = min(training.tokens_per_micro_batch, max(_longest(config), _update_tokens(config) // ranks))
+    offloaded = on_gpu and training.offload_optimizer
+    largest = max(parameter.numel() for parameter in changing_parameters(shape).values())
+    memory = Memory(
+        weights=4 * held + width * (every - trained),
+        gradients=4 * held,
+        adam=0 if offloaded else 8 * held,
+        casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
+        activations=int(tokens * _kept(config, shape, on_gpu)),
+        logits=_head(shape, tokens, on_gpu, width),
+        at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
+        streamed=8 * min(held, max(GROUP_NUMBERS, largest)) if offloaded else 0,
+        host=8 * held * offloaded,
+    )
+    return memory if isinstance(config, StageConfig) else _with_engine(memory, config, shape, on_gpu, ranks)
+
+
+def _head(shape: Any, tokens: int, on_gpu: bool, width: int) -> int:
+    """Bytes of logits, or of the states that scores are made of."""
+    text, head = shape.config.get_text_config(), shape.get_output_embeddings()
+    if head is None:
+        return 8 * tokens * int(text.hidden_size)
+    chunk: int = min(tokens, chunk_rows(torch.device("cuda" if on_gpu else "cpu"), text.vocab_size)) * text.vocab_size
+    return 6 * chunk + 6 * _trained_in(head, shape) if on_gpu and width == 2 else 12 * chunk
+
+
+def _update_tokens(config: AnyConfig) -> int:
+    """Of a mini-batch, at most; what is no demonstration is taken for a pair."""
+    if isinstance(config, StageConfig):
+        return config.training.rows_per_update * _longest(config) * (1 if isinstance(config, SFTConfig) else 2)
+    return config.training.groups_per_update * config.rollout.samples_per_prompt * _longest(config)
+
+
+def _with_engine(memory: Memory, config: Config, shape: Any, on_gpu: bool, ranks: int) -> Memory:
+    text, rollout, width = shape.config.get_text_config(), config.rollout, _width(config)
+    trained, rows = trained_of(shape), _rows(config, ranks)
+    cache = rows * _longest(config) * cached_numbers(text) * text.num_hidden_layers * width
     if on_gpu and rollout.cache_gib is not None:
         cache = int(rollout.cache_gib * GIB) if rollout.engine == "vllm" else min(cache, int(rollout.cache_gib * GIB))
     stays = on_gpu and config.cache_stays
     apart = rollout.device not in (None, *(("cuda", "cuda:0") if on_gpu else ("cpu",)))
-    vllm = 0 if apart or rollout.engine != "vllm" else width * parameters
+    algorithm, every = config.algorithm, sum(p.numel() for p in shape.parameters())
+    vllm = 0 if apart or rollout.engine != "vllm" else width * every
     second = bool(config.ahead) and config.evaluation.while_sampling == "copy"
-    update = training.groups_per_update * rollout.samples_per_prompt * longest
-    tokens = min(training.tokens_per_micro_batch, max(longest, update // ranks))
-    chunk = min(tokens, chunk_rows(torch.device("cuda" if on_gpu else "cpu"), text.vocab_size)) * text.vocab_size
-    narrow = on_gpu and width == 2
-    offloaded = on_gpu and training.offload_optimizer
-    largest = max(parameter.numel() for parameter in changing_parameters(shape).values())
-    return Memory(
-        weights=4 * held + width * (parameters - trained),
-        gradients=4 * held,
-        adam=0 if offloaded else 8 * held,
+    return replace(
+        memory,
         engine=0 if apart else (vllm or width * trained) + second * width * trained,
-        reference=0 if config.algorithm.kl.mode == "off" or config.algorithm.kl.reference != "copy" else 4 * held,
-        critic=16 * parameters if config.algorithm.kind == "ppo" and not config.algorithm.critic.share_backbone else 0,
-        casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
+        reference=0 if algorithm.kl.mode == "off" or algorithm.kl.reference != "copy" else memory.gradients,
+        critic=16 * every if algorithm.kind == "ppo" and not algorithm.critic.share_backbone else 0,
         cache=0 if apart or stays else cache,
-        activations=int(tokens * _kept(config, shape, on_gpu)),
-        logits=6 * chunk + 6 * _trained_in(shape.get_output_embeddings(), shape) if narrow else 12 * chunk,
         decoding=0 if apart else 8 * text.vocab_size * rows,
-        at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
-        streamed=8 * min(held, max(GROUP_NUMBERS, largest)) if offloaded else 0,
-        host=8 * held * offloaded + vllm * (on_gpu and not config.cache_stays),
+        host=memory.host + vllm * (on_gpu and not config.cache_stays),
         cache_that_stays=cache if stays and not apart else 0,
     )
 
 
-def _width(config: Config) -> int:
+def _width(config: AnyConfig) -> int:
     return 2 if config.model.compute_dtype == "bfloat16" else 4
 
 
-def _longest(config: Config) -> int:
+def _longest(config: AnyConfig) -> int:
+    if isinstance(config, StageConfig):
+        return int(config.data.max_length)
     return config.data.max_prompt_length + config.rollout.max_response_length
 
 
@@ -187,18 +216,17 @@ def _rows(config: Config, ranks: int) -> int:
     rollout = config.rollout
     if config.runtime.deterministic:
         return rollout.max_concurrent_samples
-    batches = 1 + config.ahead
-    groups = -(-batches * rollout.prompts_per_step // ranks)
+    groups = -(-(1 + config.ahead) * rollout.prompts_per_step // ranks)
     return min(rollout.max_concurrent_samples, groups * rollout.samples_per_prompt)
 
 
-def _casts(config: Config, shape: Any) -> int:
+def _casts(config: AnyConfig, shape: Any) -> int:
     """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time."""
     layers = decoder_layers(shape)
     return 2 * _trained_in(layers, shape) // (max(1, len(layers)) if config.training.activation_checkpointing else 1)
 
 
-def _gathered(config: Config, shape: Any) -> int:
+def _gathered(config: AnyConfig, shape: Any) -> int:
     """Bytes of what FSDP2 has whole at a time; the head's gradient is among the logits."""
     layers, outside, head = outside_layers(shape)
     return 8 * outside - 4 * head + (2 * _width(config) + 4) * layers // max(1, len(decoder_layers(shape)))
@@ -210,14 +238,14 @@ def outside_layers(shape: Any) -> tuple[int, int, int]:
     return inside, trained_of(shape) - inside, _trained_in(shape.get_output_embeddings(), shape)
 
 
-def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
+def _kept(config: AnyConfig, shape: Any, on_gpu: bool) -> float:
     text, layer = shape.config.get_text_config(), _layer(config, shape, on_gpu)
     if not config.training.activation_checkpointing:
         return float(text.num_hidden_layers * layer)
     return float(text.num_hidden_layers * _residual(config, shape) * text.hidden_size + layer)
 
 
-def _layer(config: Config, shape: Any, on_gpu: bool) -> float:
+def _layer(config: AnyConfig, shape: Any, on_gpu: bool) -> float:
     text, width = shape.config.get_text_config(), _width(config)
     hidden, heads = text.hidden_size, text.num_attention_heads
     mlp = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -228,7 +256,7 @@ def _layer(config: Config, shape: Any, on_gpu: bool) -> float:
     return float(width * (10 * hidden + 5 * mlp + 3 * cached_numbers(text)) + written_out)
 
 
-def _residual(config: Config, shape: Any) -> int:
+def _residual(config: AnyConfig, shape: Any) -> int:
     return _width(config) if has_adapter(shape) else 4
 
 
@@ -237,13 +265,13 @@ def _trained_in(part: Any, shape: Any) -> int:
     return sum(p.numel() for p in part.parameters() if id(p) in trained)
 
 
-def predicted_from(config: Config) -> str:
+def predicted_from(config: AnyConfig) -> str:
     name = config.model.path
     try:
         adapter = find_adapter(name)
         found = read_config(adapter.base if adapter else name, config.model.trust_remote_code)
         check_supported(found)
-        shape = trainable_shape(config.model, found)
+        shape = shape_of(config, found)
     except UserError as error:
         return f"not predicted: {first_line(error)}"
     asked = config.runtime.device  # of a GPU that is asked for it is told where there is none, too
@@ -255,28 +283,6 @@ def predicted_from(config: Config) -> str:
 
 def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
-
-
-def free_memory() -> int | None:
-    """Bytes of RAM that this process may still take: of the machine, and of the container it is in. None: unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        free = found["MemAvailable"]
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
-    return min([free, *_left_in_containers()])
-
-
-def _left_in_containers() -> Iterator[int]:
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            yield max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # there is no such file, or "max"
-            continue
 
 
 def check_memory(context: CheckContext) -> Iterator[Finding]:
@@ -334,24 +340,25 @@ def check_snapshot(context: CheckContext) -> Iterator[Finding]:
 
 
 @contextmanager
-def shortage_explained(config: Config, model: Any) -> Iterator[None]:
+def shortage_explained(config: AnyConfig, model: Any) -> Iterator[None]:
     """Inside, memory that runs out is no fault of the program: what was asked for, and settings that take less.
     Raises UserError: it ran out."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch raises plain RuntimeErrors for the host's memory
-        said = str(error)
-        if not isinstance(error, MemoryError) and not ("out of memory" in said or "can't allocate memory" in said):
+        ran_out = any(said in str(error) for said in ("out of memory", "can't allocate memory"))
+        if not isinstance(error, MemoryError) and not ran_out:
             raise
         on_gpu = next(model.parameters()).is_cuda
         less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
         named, deterministic = re.findall(r"([\w.]+)=", less), config.runtime.deterministic
-        fixed = [key for key in named if not may_change(key, deterministic, inside=True)]
+        stage = isinstance(config, StageConfig)  # which may change none of them
+        fixed = [key for key in named if stage or not may_change(key, deterministic, inside=True)]
         note = f" ({', '.join(fixed)}: for a new run, this one cannot go on with another)" if fixed else ""
         raise UserError(f"memory ran out: {first_line(error)}\nWhat takes less: {less}{note}") from None
 
 
-def smaller(config: Config, shape: Any, free: float, on_gpu: bool) -> str:
+def smaller(config: AnyConfig, shape: Any, free: float, on_gpu: bool) -> str:
     """Keys with values with which it fits with ease; or, if no setting is enough, what is."""
     found, least = easing(config, free, on_gpu, lambda other: predict_memory(other, shape, on_gpu).total(on_gpu))
     told = settings_line(found)
@@ -361,7 +368,7 @@ def smaller(config: Config, shape: Any, free: float, on_gpu: bool) -> str:
     return f"{adapter}a smaller model, or {gib(least / _TIGHT)} free{f' and {told}' if told else ''}"
 
 
-def easing(config: Config, free: float, on_gpu: bool, total: Callable[[Config], float]) -> tuple[dict[str, Any], float]:
+def easing(config: Any, free: float, on_gpu: bool, total: Callable[[Any], float]) -> tuple[dict[str, Any], float]:
     """Settings with which it fits with ease, or that take least; and the ``total`` of them."""
     found: dict[str, Any] = {}
     least = total(config)
@@ -379,17 +386,18 @@ def settings_line(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={str(value).lower()}" for key, value in settings.items())
 
 
-def _cheaper(config: Config, on_gpu: bool) -> Iterator[tuple[str, Any]]:
+def _cheaper(config: AnyConfig, on_gpu: bool) -> Iterator[tuple[str, Any]]:
     """Keys and values that take less memory, what costs least of all first."""
-    rollout, training = config.rollout, config.training
+    training = config.training
     narrow = [("model.compute_dtype", "bfloat16")] if config.model.compute_dtype == "float32" else []
     yield from narrow if on_gpu else []
     tokens = training.tokens_per_micro_batch
     while tokens > _longest(config):
         tokens = max(_longest(config), tokens // 2)
         yield "training.tokens_per_micro_batch", tokens
-    for part in (4, 16):
-        yield "rollout.max_concurrent_samples", max(1, rollout.max_concurrent_samples // part)
+    if isinstance(config, Config):
+        for part in (4, 16):
+            yield "rollout.max_concurrent_samples", max(1, config.rollout.max_concurrent_samples // part)
     if not training.activation_checkpointing:
         yield "training.activation_checkpointing", True
     if on_gpu and not training.offload_optimizer:

@@ -18,7 +18,7 @@ from dapo.model.adapters import adapter_parameters, find_adapter
 from dapo.model.hub import hub_answers, is_name
 from dapo.model.placement import device_of, engine_device, set_threads
 from dapo.observe.progress import QuietListener
-from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
+from dapo.training.lora import begin_adapter, load_trainable, shape_of
 
 
 def _warning(name: str, found: str, fix: str) -> Finding:
@@ -96,7 +96,7 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
         yield Finding("model", "architecture", "fail", text, "a model that docs/models.md names")
         return
     try:
-        context.shape = trainable_shape(config.model, found)
+        context.shape = shape_of(config, found)
     except (ModelError, ConfigError) as error:
         yield Finding("model", "adapter", "fail", str(error), "see docs/models.md, LoRA adapters")
         return

@@ -8,7 +8,6 @@ import typer
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Overrides, complete_recipe
 from dapo.commands.shared.output import status_line
-from dapo.commands.stage import show_plan_of
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ def doctor(
 ) -> None:
     """Check RECIPE and all that it names: data, model, tokenizer, reward, memory, disk. Starts and writes nothing.
 
-    Each line is pass, warn, fail or skip (what could not be checked), with what to do. Nothing is downloaded. Of the
-    recipe of a stage: what its --dry-run shows.
+    Each line is pass, warn, fail or skip (what could not be checked), with what to do. Nothing is downloaded. RECIPE
+    may be that of a stage (dapo sft, dpo, reward-model).
 
     Exit code 0 without a failure, 2 if recipe or data have one, 1 if only model, reward or machine do.
     """
@@ -43,14 +42,20 @@ def doctor(
         from dapo.checks.checklist import examine
         from dapo.checks.context import as_json as told
         from dapo.checks.context import exit_code, not_checked, summary
+        from dapo.config.plan import existing_recipe
+        from dapo.config.stages import stage_named
 
-        if show_plan_of(recipe, overrides or ()):
-            return
+        stage, checks = stage_named(existing_recipe(recipe)), None
+        if stage is not None:
+            from dapo.stages.checks import entries
+
+            checks = entries()
         console = Terminal()
         table = console.is_terminal and not as_json
         findings: list[Finding] = []
         with status_line(quiet or as_json, "reading the recipe") as progress:
-            for finding in examine(recipe, overrides or (), probe, lambda name: progress(f"checking: {name}")):
+            tell = lambda name: progress(f"checking: {name}")  # noqa: E731
+            for finding in examine(recipe, overrides or (), probe, tell, stage, checks):
                 findings.append(finding)
                 if not (as_json or table) and _is_shown(finding, quiet):
                     console.print(finding.line(), markup=False, highlight=False, soft_wrap=True)

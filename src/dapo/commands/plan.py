@@ -11,7 +11,6 @@ from dapo.commands.shared.options import AsJson, Debug, Overrides, complete_reci
 from dapo.commands.shared.output import print_json, print_lines
 
 if TYPE_CHECKING:
-    from dapo.config import Config
     from dapo.plan.estimate import Assumed
 
 
@@ -52,13 +51,21 @@ def plan(
     """
     with errors_for_people(debug):
         from dapo.config import load_config
+        from dapo.config.plan import existing_recipe
+        from dapo.config.stages import load_stage, stage_named
         from dapo.plan.estimate import Assumed, cluster_of
 
-        config = load_config(recipe, overrides or ())
-        filters = config.algorithm.filter_groups.enable
+        config: Any
+        if (stage := stage_named(existing_recipe(recipe))) is not None:
+            config = load_stage(stage, recipe, overrides or ())
+            limits, filters = (config.data.max_length / 2,) * 2, False
+        else:
+            config = load_config(recipe, overrides or ())
+            limits = config.rollout.max_response_length, config.data.max_prompt_length
+            filters = config.algorithm.filter_groups.enable
         assumed = Assumed(
-            response=min(response or config.rollout.max_response_length / 2, config.rollout.max_response_length),
-            prompt=min(prompt or config.data.max_prompt_length / 2, config.data.max_prompt_length),
+            response=min(response or limits[0] / 2, limits[0]),
+            prompt=min(prompt or limits[1] / 2, limits[1]),
             keep=keep if filters else 1.0,
             reward_s=reward_s,
         )
@@ -71,11 +78,14 @@ def plan(
             raise typer.Exit(1)
 
 
-def planned(config: "Config", cluster: str, assumed: "Assumed", price: float | None = None) -> dict[str, Any]:
+def planned(config: Any, cluster: str, assumed: "Assumed", price: float | None = None) -> dict[str, Any]:
     """All numbers, sizes in GiB. Raises ConfigError: no such cluster; ModelError: no such model."""
-    from dapo.plan.estimate import estimate_for
+    from dapo.config.stages import StageConfig
+    from dapo.plan.estimate import Estimate, estimate_for
+    from dapo.plan.stage import StageEstimate
 
-    estimate, name = estimate_for(config, cluster, assumed)
+    kind = StageEstimate if isinstance(config, StageConfig) else Estimate
+    estimate, name = estimate_for(config, cluster, assumed, kind)
     where, seconds, (_, tokens) = estimate.cluster, estimate.seconds(), estimate.rollout()
     parts = {part: size for part, size in estimate.memory().parts().items() if size}
     steps = estimate.steps(seconds["step"])
@@ -98,7 +108,7 @@ def planned(config: "Config", cluster: str, assumed: "Assumed", price: float | N
         "rows_at_once": estimate.rows,
         "host_gib": _gib({"main memory": estimate.main_memory()}) | _gib(estimate.disk(steps, tokens)),
         "step_seconds": {phase: round(value, 3) for phase, value in seconds.items()},
-        "tokens_sampled_per_step": int(tokens),
+        f"tokens_{estimate.counts}_per_step": int(tokens),
         "steps": steps,
         "evaluation_seconds": evaluations,
         "gpu_hours": round(hours, 4),
@@ -130,7 +140,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     host = found["host_gib"]
     yield f"main memory  {host['main memory']:.1f} GiB a host, at most"
     yield f"disk         {host['checkpoint']:.1f} GiB a checkpoint, {host['run']:.1f} GiB the run"
-    yield f"step         {step:.1f} s, {found['tokens_sampled_per_step']:,} tokens sampled"
+    tokens, counts = next((n, k.split("_")[1]) for k, n in found.items() if k.startswith("tokens_"))
+    yield f"step         {step:.1f} s, {tokens:,} tokens {counts}"
     yield from (f"  {phase:<22} {value:8.2f} s" for phase, value in seconds.items())
     money = "" if found["usd"] is None else f", {found['usd']:,.2f} USD"
     yield f"run          {found['steps']} steps, {found['gpu_hours']:,.1f} GPU hours{money}"

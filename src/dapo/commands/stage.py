@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -100,7 +100,7 @@ def _stage(
         return
     require_files(cast("Config", config), existing_recipe(recipe) if recipe else None)
     with closing(make_listener(quiet)) as listener:
-        again = f"dapo {stage.replace('_', '-')} --resume {{run}}"
+        again = f"dapo {stage.replace('_', '-')} " + (f"{recipe} --curve {curve}" if curve else "--resume {run}")
         with stopped_by_signals(config.run.stop_within_s, resume, again) as shutdown:
             listener.phase("loading")
             from dapo.orchestrator.inputs import RunOverrides
@@ -123,29 +123,20 @@ def _next(config: Any, model: str) -> str:
     return f"train a policy by it: dapo train RECIPE 'reward={{{section}, max_length: {config.data.max_length}}}'"
 
 
-def show_plan_of(recipe: str | Path, overrides: Sequence[str]) -> bool:
-    """:func:`show_plan`, if it is the recipe of a stage. Whether it is one."""
-    from dapo.config.plan import existing_recipe
-    from dapo.config.stages import load_stage, stage_named
-
-    stage = stage_named(existing_recipe(recipe))
-    if stage is not None:
-        show_plan(load_stage(stage, recipe, overrides))
-    return stage is not None
-
-
 def show_plan(config: StageConfig) -> None:
     """The recipe with what follows, once rows, tokenizer and template have been tried. Raises UserError: one is bad."""
+    from dapo.checks.memory import predicted_from
     from dapo.config.plan import require_files
     from dapo.observe.progress import PlainListener
     from dapo.observe.run_folder import config_yaml
     from dapo.orchestrator.inputs import RunOverrides
-    from dapo.stages.run import StageRun
+    from dapo.stages.run import StageSetup
 
     require_files(cast("Config", config))
-    run = StageRun(config, PlainListener(Terminal(stderr=True)), RunOverrides())
-    print(config_yaml(run.config), end="")
-    print(f"# rows: {run.source.rows:,}, held out: {len(run.heldout):,}; updates: {run.config.training.steps:,}")
+    setup = StageSetup.of(config, PlainListener(Terminal(stderr=True)), RunOverrides())
+    print(config_yaml(setup.config), end="")
+    print(f"# rows: {setup.source.rows:,}, held out: {len(setup.heldout):,}; updates: {setup.config.training.steps:,}")
+    print(f"# memory: {predicted_from(setup.config)}")
 
 
 def _say(line: str, quiet: bool) -> None:

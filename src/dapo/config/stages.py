@@ -174,8 +174,6 @@ class RewardModelConfig(StageConfig):
     def _can_be_trained(self) -> RewardModelConfig:
         if self.reward_model.centring and self.reward_model.loss != "preference":
             raise Problems("reward_model.centring: is for loss=preference, and loss is outcome; leave it out")
-        if self.model.lora.rank:
-            raise Problems("model.lora.rank: a reward model is trained whole, with its new head; leave model.lora out")
         return self
 
 

@@ -2,7 +2,8 @@
 
 The model stays the Transformers model that it is, with ``base_layer``, ``lora_A`` and ``lora_B`` inside its linear
 layers. So engine and trainer use its backbone and head as those of any other, and a copy of it carries the adapter.
-The base is frozen: what is trained, handed to the engine and written to disk is the adapter.
+The base is frozen: what is trained, handed to the engine and written to disk is the adapter. That of a reward model is
+on a sequence classifier, whose head belongs to it (PEFT's task SEQ_CLS).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Of names in the file: the wrappers that PEFT's own model puts around ours."""
+_POLICY, _REWARD = "CAUSAL_LM", "SEQ_CLS"
+_HEAD = "score"
+"""Of a classifier over a decoder."""
 
 _SERVED = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"),
@@ -99,8 +103,11 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     served = "served are LoRA, rank-stabilized LoRA and DoRA on linear layers"
     if kind != "LORA":
         raise ModelError(f"adapter {folder}: peft_type {kind} is not served; {served}")
-    if settings.get("task_type") not in (None, "CAUSAL_LM"):
-        raise ModelError(f"adapter {folder}: task_type {settings['task_type']} is not served, only CAUSAL_LM")
+    task = settings.get("task_type")
+    if task not in (None, _POLICY, _REWARD):
+        raise ModelError(f"adapter {folder}: task_type {task} is not served, only {_POLICY}, and {_REWARD} as a reward")
+    if task == _REWARD and set(settings.get("modules_to_save") or ()) <= {_HEAD, "classifier"}:
+        settings = {**settings, "modules_to_save": None}
     start = settings.get("init_lora_weights")
     if start not in _WEIGHTS_OF_THE_BASE_STAY:
         raise ModelError(
@@ -129,6 +136,11 @@ def put_on(model: Any, adapter: Adapter, dtype: torch.dtype | None = None) -> An
     Raises:
         ModelError: PEFT is not installed, or adapter and model do not fit.
     """
+    if (adapter.settings.get("task_type") == _REWARD) != hasattr(model, _HEAD):
+        what = f"of a policy, which writes text ({_POLICY})"
+        if not hasattr(model, _HEAD):
+            what = f"of a reward model ({_REWARD}), which scores texts and writes none; {as_a_reward(adapter.folder)}"
+        raise ModelError(f"adapter {adapter.folder}: is {what}")
     lora_config = _peft(f"adapter {adapter.folder}").LoraConfig
     known = {name: value for name, value in adapter.settings.items() if name in _SERVED and value is not None}
     try:
@@ -173,17 +185,24 @@ def _peft(what: str) -> Any:
 
 
 def _injected(model: Any, config: Any, base: str, dtype: torch.dtype | None) -> Any:
-    config.base_model_name_or_path, config.task_type = base, "CAUSAL_LM"
+    config.base_model_name_or_path, config.task_type = base, _REWARD if hasattr(model, _HEAD) else _POLICY
     model = _peft("adapter").inject_adapter_in_model(config, model)
-    if dtype is not None:  # PEFT makes an adapter in the type of its layer
-        for parameter in adapter_parameters(model).values():
+    for parameter in adapter_parameters(model).values():
+        parameter.requires_grad_(True)  # the head of a classifier, too
+        if dtype is not None:  # PEFT makes an adapter in the type of its layer
             parameter.data = parameter.data.to(dtype)
     return model
 
 
+def as_a_reward(path: str | Path) -> str:
+    """What a reward model is for."""
+    return f"use it in a recipe of dapo train: reward: {{kind: model, path: {path}}}"
+
+
 def adapter_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Those of the adapter by name; none if there is no adapter."""
-    return {name: p for name, p in model.named_parameters() if ".lora_" in name} if has_adapter(model) else {}
+    """Those of the adapter by name, with the head of a classifier; none if there is no adapter."""
+    named = model.named_parameters() if has_adapter(model) else ()
+    return {name: p for name, p in named if ".lora_" in name or name.startswith(f"{_HEAD}.")}
 
 
 def changing_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -211,7 +230,7 @@ def read_weights(model: Any, adapter: Adapter) -> None:
         raise
     except Exception as error:  # shapes that differ, a damaged file: each raises its own
         raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {first_line(error)}") from None
-    missing = [name for name in report.missing_keys if "lora_" in name]
+    missing = [name for name in report.missing_keys if name in adapter_parameters(model)]
     for what, names in (("missing", missing), ("unexpected", list(report.unexpected_keys))):
         if names:
             raise ModelError(f"adapter {adapter.folder}: {len(names)} {what} weights, such as {sorted(names)[0]}")
@@ -227,10 +246,11 @@ def save_adapter(model: Any, folder: Path, state: Mapping[str, torch.Tensor] | N
     peft = _peft("adapter")
     chosen = {name: (state or {}).get(name, parameter) for name, parameter in adapter_parameters(model).items()}
     weights = peft.get_peft_model_state_dict(model, state_dict=chosen, save_embedding_layers=False)
+    weights |= {name: tensor for name, tensor in chosen.items() if name.startswith(f"{_HEAD}.")}
     tensors = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = copy.copy(model.peft_config["default"])
-    config.inference_mode = True
+    config.inference_mode, config.modules_to_save = True, [_HEAD] if hasattr(model, _HEAD) else None
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(str(folder))

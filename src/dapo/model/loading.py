@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError, first_line
-from dapo.model.adapters import adapter_parameters, check_ends, find_adapter, has_adapter, put_on
+from dapo.model.adapters import adapter_parameters, as_a_reward, check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
 from dapo.model.hub import from_where, hub_answers, unreachable
 from dapo.model.tokenizer import as_its_file_says, source_folder
@@ -203,6 +203,10 @@ def check_supported(config: Any) -> None:
     """Refuse an architecture or option that attention or head would compute wrongly.
     Raises ModelError: naming the architecture and what is supported."""
     kind = getattr(config, "model_type", "unknown")
+    named = [name for name in getattr(config, "architectures", None) or () if name.endswith("SequenceClassification")]
+    if named:
+        path = getattr(config, "name_or_path", "") or "FOLDER"
+        raise ModelError(f"model {path}: is a reward model ({named[0]}), which writes no text; {as_a_reward(path)}")
     if kind not in SUPPORTED:
         hint = _HINTS.get(kind, "")
         raise ModelError(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,79 +16,54 @@ from typing import Any
 
 import torch
 
-from dapo.checks.memory import shortage_explained
 from dapo.config import Config
 from dapo.config.plan import plan_of
 from dapo.config.reading import with_values
-from dapo.config.secrets import redact
 from dapo.config.user_parts import own_metrics
-from dapo.errors import StarvedError, UserError
-from dapo.evaluation.early_stopping import EarlyStopping
+from dapo.errors import StarvedError
 from dapo.model.export import export_dtype
-from dapo.model.placement import determinism, take_turns
-from dapo.observe.alarms import Alarms
+from dapo.model.placement import take_turns
 from dapo.observe.changes import Change, config_of_step
 from dapo.observe.checkpoints import CheckpointId
-from dapo.observe.fingerprint import check_fingerprint
 from dapo.observe.index import forget_steps
 from dapo.observe.indexing import BackgroundIndex
-from dapo.observe.metrics import MetricsLog
 from dapo.observe.progress import Listener
-from dapo.observe.resources import make_recorder
-from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import discard_samples
 from dapo.observe.spans import discard_spans
-from dapo.observe.trackers import make_trackers
-from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.build import Rewards, Setup, examine
 from dapo.orchestrator.checkpointer import CLOSE_SECONDS, Checkpointer, Stateful
 from dapo.orchestrator.evaluator import Evaluator
 from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.kept_run import KeptRun
 from dapo.orchestrator.loop import train
 from dapo.orchestrator.model_writer import ModelWriter
 from dapo.orchestrator.recorder import Recorder
-from dapo.orchestrator.resume import changes_at, how_to_resume
+from dapo.orchestrator.resume import changes_at
 from dapo.orchestrator.roles import Roles, load_roles
 from dapo.orchestrator.rollout_batch import RolloutBatch
-from dapo.orchestrator.run_state import Plan, RunState
+from dapo.orchestrator.run_state import Plan
 from dapo.orchestrator.runtime.placed import Wait
 from dapo.orchestrator.step_state import StepState
 from dapo.rollout.engine import Engine
 from dapo.util.asynchronous import closed_in_time, in_thread
-from dapo.util.files import write_json, writing
-from dapo.util.shutdown import Shutdown
+from dapo.util.differences import Difference
 from dapo.util.terminal import counted
 
 
-class Experiment:
-    """One run. To be called in this order: :meth:`check`, :meth:`load`, :meth:`run`, :meth:`close`.
-    ``roles`` exist once the model is loaded, ``folder`` and what works in it in the run."""
+class Experiment(KeptRun):
+    """One run of reinforcement learning. ``roles`` exist once the model is loaded."""
 
     roles: Roles
-    folder: RunFolder
-    checkpointer: Checkpointer
     evaluator: Evaluator
     recorder: Recorder
 
     def __init__(self, config: Config, listener: Listener, overrides: RunOverrides) -> None:
         """Look at everything that is named but the weights and the reward. Nothing is written yet.
         Raises UserError: what is wrong, where, and what would work."""
-        self.state = RunState(Budget(config.training), tell=self._tell, on_commit=self._commit)
-        self.listener = listener
-        self.setup = Setup.of(config, listener, overrides)
-        self._closing = contextlib.AsyncExitStack()
-        self._closing.enter_context(self.state.seconds.counting())
-        # a reward model may multiply matrices, too
-        self._closing.enter_context(determinism(self.config, self.setup.device))
+        super().__init__(Setup.of(config, listener, overrides), listener)
+        self.state.tell, self.state.on_commit = self._tell, self._commit
         self.rewards = Rewards(self.setup, listener.warning)
         self.rewards.close_with(self._closing, self._stop)
-        self.early_stopping = EarlyStopping(self.config.evaluation)
-        self.shutdown = Shutdown()  # nobody has told it to
-
-    @property
-    def config(self) -> Config:
-        """The settings of the run."""
-        return self.setup.config
 
     async def check(self) -> None:
         """Start the reward and try it, and the servers that sample, before time is spent on loading the model.
@@ -105,41 +79,28 @@ class Experiment:
         self._closing.push_async_callback(self._stop, "the learner", self.roles.learner.close)
         for engine in filter(None, (self.roles.engine, self.roles.placed.evaluation_engine)):
             self._closing.push_async_callback(self._stop, "the engine", engine.close)
+        placed = self.roles.placed
+        self.plan = Plan(self.config.rollout.prompts_per_step, self.early_stopping, take_turns(self.config))
+        self.model, self.fingerprint, self.look = placed.model, self.roles.fingerprint, placed.look
 
     async def run(self) -> dict[str, Any]:
-        """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
+        """As of every kind of run, after a look at what has been loaded."""
         if self.setup.overrides.resume is None:
-            await examine(self.setup, self.roles.placed.model, self.rewards.scorer, self.listener)
-        await self._open()
-        self.state.seconds.credit("start")
-        plan = Plan(self.config.rollout.prompts_per_step, self.early_stopping, take_turns(self.config))
-        try:
-            with shortage_explained(self.config, self.roles.placed.model), self.state.spans.counting():
-                await train(
-                    self.state,
-                    plan,
-                    self.roles.collector,
-                    self.roles.builder,
-                    self.roles.learner,
-                    self.roles.placed.sync,
-                    self.evaluator,
-                    self.recorder,
-                    self.checkpointer,
-                )
-        except BaseException as error:
-            note = await self._rescue(error)
-            if isinstance(error, UserError):
-                raise type(error)(f"{error}\n{note}") from None
-            self.listener.warning(note)
-            raise
-        self.shutdown.doing = "the final weights to be written"
-        with self.state.seconds("writing"):
-            await self.checkpointer.models.write_after()
-        return self._summarise(plan.reason(self.state))
+            await examine(self.setup, self.model, self.rewards.scorer, self.listener)
+        return await super().run()
 
-    async def close(self) -> None:
-        """Stop engine and scorer, each within a bounded time, the second one even if the first one fails."""
-        await self._closing.aclose()
+    async def _train(self) -> None:
+        await train(
+            self.state,
+            self.plan,
+            self.roles.collector,
+            self.roles.builder,
+            self.roles.learner,
+            self.roles.placed.sync,
+            self.evaluator,
+            self.recorder,
+            self.checkpointer,
+        )
 
     async def _stop(self, what: str, close: Callable[[], Awaitable[None]]) -> None:
         self.shutdown.doing = f"{what} to stop"
@@ -148,62 +109,14 @@ class Experiment:
 
     # -- where it starts -------------------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
-        """A new run folder, or one that a run goes on in: from its latest checkpoint, or from the start if it has none.
-        Raises UserError: the folder cannot be used, or the run started from something else."""
-        setup, config, tell = self.setup, self.config, self.listener.warning
-        folder = self.folder = setup.overrides.resume or setup.overrides.folder or RunFolder.create(config, tell=tell)
-        if setup.overrides.lock is not None:
-            setup.overrides.lock.close()
-        alarms = Alarms(config)
-        self._place(alarms)
-        self.shutdown.run = folder.root
-        index = BackgroundIndex(folder.root, tell)
-        self._closing.push_async_callback(partial(in_thread, index.close))
-        latest, kept, changes = None, None, list[Change]()
-        if setup.overrides.resume is not None:
-            contents = check_fingerprint(
-                folder.fingerprint, self.roles.fingerprint, self.listener, config.runtime.deterministic
-            )
-            latest = await in_thread(self.checkpointer.checkpoints.latest_intact, tell)
-            changes = changes_at(folder, config, latest, contents)
-            alarms.changes = self.evaluator.changes = changes
-            self.listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")
-            if latest is not None:
-                await self._go_on(latest, changes)
-            folder.reopen(config)  # once nothing can refuse: what is refused leaves the folder to whoever can go on
-            if not self.state.budget.used_up:  # those that a shorter run ended with
-                shutil.rmtree(folder.model_after, ignore_errors=True)
-            kept = self.state.steps_done if latest is not None else -1
-            discard_samples(folder.samples, after=kept)
-            forget_steps(folder.samples, after=kept)
-            discard_spans(folder.spans, after=kept)
-        with writing(folder.fingerprint):
-            settings = redact(config.model_dump(mode="json"))  # with the changes that led to them, in one write
-            beside = {"in_memory": setup.overrides.in_memory, "changes": [*map(asdict, changes)]}
-            write_json(folder.fingerprint, {**self.roles.fingerprint, "settings": settings, **beside})
-        self.recorder = self._recorder(alarms, index, kept)
-        if latest is None:
-            await self._begin()
-        if self.state.steps_done and self.state.budget.used_up:
-            budget = self.state.budget
-            self.listener.phase(f"{budget.reason()}; to go on: {budget.how_to_go_on()}")
-        if about := getattr(self.roles.engine, "about", config.rollout.url):
-            self.listener.phase(f"sampling: {about}")
-        self.listener.started(plan_of(config))
-
-    def _place(self, alarms: Alarms) -> None:
-        """Who works in the run folder, before it is known where in the run."""
+    def _place(self) -> Checkpointer:
         setup, roles, folder = self.setup, self.roles, self.folder
         model, tell = self.config.model, self.listener.warning
         types = export_dtype(roles.placed.model, model.export_dtype), getattr(torch, model.compute_dtype)
         models = ModelWriter(folder, roles.learner, setup.tokenizer, tell, roles.placed.stop_ids, *types)
         remember: dict[str, Stateful] = {"buffer": roles.collector, "prepare": roles.builder}
-        remember |= {"monitor": self.rewards.monitor, "alarms": alarms}
-        self.checkpointer = Checkpointer(
-            folder, self.config.run, self.state, self.early_stopping, remember, models, self.shutdown
-        )
-        self._closing.push_async_callback(self.checkpointer.close)
+        remember |= {"monitor": self.rewards.monitor, "alarms": self.alarms}
+        found = Checkpointer(folder, self.config.run, self.state, self.early_stopping, remember, models, self.shutdown)
         roles.learner.keep_faults(folder.faults, setup.template.decode)
         self.evaluator = Evaluator(
             self.config,
@@ -216,21 +129,20 @@ class Experiment:
             self.listener,
             own_metrics(self.config, self.setup.overrides.metrics),
         )
+        return found
 
-    def _recorder(self, alarms: Alarms, index: BackgroundIndex, kept: int | None) -> Recorder:
-        """``kept``: the last step whose metrics stay; None: of a new run."""
-        config, folder = self.config, self.folder
-        resources = make_recorder(folder.resources, config.run.resources_every_s, self.roles.placed.look)
-        if resources is not None:
-            self._closing.callback(resources.close)
-        looks = resources.latest if resources else list
-        own = self.setup.overrides.trackers
-        trackers = make_trackers(config, folder, kept, self.listener.warning, looks, own)
-        metrics = self._closing.enter_context(MetricsLog(folder.metrics, kept, trackers))
-        heard, seen, resumed = self.listener, self.rewards.monitor, self.state.step is not None
-        return Recorder(config, folder, metrics, index, resources, heard, seen, alarms, self.state, self.roles, resumed)
+    async def _go_on(self, latest: Path | None, contents: Sequence[Difference]) -> Mapping[str, Any]:
+        self._index = BackgroundIndex(self.folder.root, self.listener.warning)
+        self._closing.push_async_callback(partial(in_thread, self._index.close))
+        if self.setup.overrides.resume is None:
+            return {"changes": []}
+        changes = changes_at(self.folder, self.config, latest, contents)
+        self.alarms.changes = self.evaluator.changes = changes
+        if latest is not None:
+            await self._load(latest, changes)
+        return {"changes": [*map(asdict, changes)]}
 
-    async def _go_on(self, checkpoint: Path, changes: list[Change]) -> None:
+    async def _load(self, checkpoint: Path, changes: list[Change]) -> None:
         """Go on from a checkpoint. Up to the next step it has the settings that it was taken under."""
         place = CheckpointId.parse(checkpoint.name) or CheckpointId(0)
         then, now = config_of_step(self.config, changes, place.begun), self.config.algorithm
@@ -255,14 +167,24 @@ class Experiment:
         if self.state.step is None:  # otherwise they are published once its updates are done
             await self.roles.push(self.roles.engine)
 
-    async def _begin(self) -> None:
-        """Keep the weights before the first update, and see how good they are."""
-        if self.roles.engine.version < self.roles.learner.version:  # of an engine elsewhere, which has others
-            await self.roles.push(self.roles.engine)
-        await self.checkpointer.models.write_before()
-        if found := await self.evaluator.first():
-            self.recorder.metrics.append(0, found)
-            self.checkpointer.note_best()
+    async def _begin(self, kept: int | None) -> dict[str, Any]:
+        if kept is not None:
+            discard_samples(self.folder.samples, after=kept)
+            forget_steps(self.folder.samples, after=kept)
+            discard_spans(self.folder.spans, after=kept)
+        heard, seen, resumed = self.listener, self.rewards.monitor, self.state.step is not None
+        where = self.config, self.folder, self.metrics, self._index, self.resources
+        self.recorder = Recorder(*where, heard, seen, self.alarms, self.state, self.roles, resumed)
+        if kept is None or kept < 0:
+            if self.roles.engine.version < self.roles.learner.version:  # of an engine elsewhere, which has others
+                await self.roles.push(self.roles.engine)
+            await self.checkpointer.models.write_before()
+            if found := await self.evaluator.first():
+                self.metrics.append(0, found)
+                self.checkpointer.note_best()
+        if about := getattr(self.roles.engine, "about", self.config.rollout.url):
+            self.listener.phase(f"sampling: {about}")
+        return plan_of(self.config)
 
     @contextlib.asynccontextmanager
     async def _evaluated(self) -> AsyncIterator[Engine]:
@@ -292,47 +214,16 @@ class Experiment:
         self.recorder.settle()
         self.roles.use(self.config)
 
-    def _out_of_time(self) -> bool:
-        """Whether a signal leaves no more time than a checkpoint takes."""
-        return self.shutdown.seconds_left < self.checkpointer.seconds_to_save
+    async def _save(self) -> None:
+        await self.checkpointer.save_checkpoint(self.roles.collector.unsettled, wait=True)
 
     async def _rescue(self, error: BaseException) -> str:
-        """Write down what was learned before ``error`` ended the run, and say where. Raises no error of its own."""
         if isinstance(error, StarvedError) and isinstance(error.rollout_batch, RolloutBatch):
             with contextlib.suppress(asyncio.CancelledError):  # the state is still to be saved
                 await self.recorder.write_starved(error.rollout_batch)
-        stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
-        reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
-        done = "1 step was done" if self.state.steps_done == 1 else f"{self.state.steps_done} steps were done"
-        if self.shutdown.signal is not None:
-            reason += f" by {self.shutdown.signal.name}"
-        with contextlib.suppress(Exception):  # this state is further than that of the checkpoint that failed
-            await self.checkpointer.settle()
-        try:
-            with self.state.seconds("writing"):
-                await self.checkpointer.save_checkpoint(self.roles.collector.unsettled, wait=True)
-            with contextlib.suppress(UserError):  # a summary is not what is rescued
-                self._summarise(reason)
-        except Exception as fault:
-            why = "" if str(fault) == str(error) else f": {fault}"  # a learner that is gone says the same again
-            told = f"the state could not be saved{why}"
-            if not self.shutdown.saved:
-                return f"{done}; {told}"
-            told += f"; the last checkpoint is {self.shutdown.saved}"
-        else:
-            told = f"the state is in {self.shutdown.saved}"
-        return f"{done}; {told}; to go on: {how_to_resume(self.folder.root, self.setup.overrides.in_memory)}"
+        return await super()._rescue(error)
 
-    def _summarise(self, stopped: str) -> dict[str, Any]:
-        facts = {
-            "run_dir": str(self.folder.root),
-            "seed": self.config.seed,
-            "steps": self.state.steps_done,
-            "updates": self.roles.learner.facts.updates,
-            "stopped": redact(stopped),
-            "seconds_rl": round(self.state.seconds.seconds["rest"], 2),
-            "seconds_total": round(self.state.seconds.total, 2),
-        }
-        summary = facts | self.evaluator.summary(self.state.steps_done)
-        self.recorder.summarise(summary)
-        return summary
+    def _facts(self) -> Mapping[str, Any]:
+        facts = {"updates": self.roles.learner.facts.updates}
+        seconds = {"seconds_rl": round(self.state.seconds.seconds["rest"], 2)}
+        return facts | seconds | self.evaluator.summary(self.state.steps_done)

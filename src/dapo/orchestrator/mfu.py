@@ -82,14 +82,15 @@ class CardLimits:
         config = model.config
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         values = kinds.count("full_attention") * cached_numbers(config)
-        inputs, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        layers = [p for p in model.parameters() if p is not inputs and p is not head]
+        inputs, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+        head = [] if output is None else [output.weight]  # that of a classifier is next to nothing
+        layers = [p for p in model.parameters() if not any(p is other for other in (inputs, *head))]
 
         def operations(parameters: Iterable[torch.Tensor]) -> int:
             return sum((6 if p.requires_grad else 4) * p.numel() for p in parameters)
 
-        read = itemsize * sum(p.numel() for p in (*layers, head))
-        return cls(card, operations(layers), operations([head]), read, itemsize * values)
+        read = itemsize * sum(p.numel() for p in (*layers, *head))
+        return cls(card, operations(layers), operations(head), read, itemsize * values)
 
     def shares(
         self, rollout: RolloutBatch, reports: Sequence[UpdateReport], seconds: Mapping[str, float]

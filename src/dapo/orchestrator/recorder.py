@@ -102,8 +102,3 @@ class Recorder:
             seed, checks = self.config.seed, self.monitor.verdicts
             await in_thread(step.write_samples, self.folder.samples, number, share, seed, checks)
             self.index.notify()
-
-    def summarise(self, summary: Mapping[str, Any]) -> None:
-        """Write what the run came to."""
-        self.folder.write_summary(summary)
-        self.metrics.summarise(summary)

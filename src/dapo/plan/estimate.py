@@ -28,13 +28,14 @@ from dapo.config.placement import bundles
 from dapo.config.plan import evaluated_rows
 from dapo.config.reading import with_values
 from dapo.config.sections import LoraConfig
+from dapo.config.stages import StageConfig
 from dapo.errors import ConfigError
 from dapo.model.adapters import find_adapter, has_adapter
 from dapo.model.loading import check_supported, read_config
 from dapo.orchestrator.mfu import CardLimits
 from dapo.plan.hardware import NETWORK, Cluster, published_shape, rates_for, read_cluster
 from dapo.plan.rollout import Decoding, Sampling, sample
-from dapo.training.lora import trainable_shape
+from dapo.training.lora import shape_of
 
 CONTEXT = int(0.8 * GIB)
 """Of a GPU's memory: CUDA's context and its libraries. Assumed."""
@@ -62,10 +63,12 @@ class Assumed:
     reward_s: float = 0.0
 
 
-def apart(config: Config) -> bool:
+def apart(config: Any) -> bool:
     """Whether engines have GPUs of their own."""
+    if isinstance(config, StageConfig):
+        return False
     if config.runtime.kind == "ray":
-        return config.runtime.placement == "disaggregated"
+        return bool(config.runtime.placement == "disaggregated")
     return config.rollout.device not in (None, "cuda", "cuda:0")
 
 
@@ -85,7 +88,9 @@ def cluster_of(config: Config, card: str = "H200") -> str:
     return f"{count}x{card}" if count <= 8 else f"{ceil(count / 8)}x8x{card}"
 
 
-def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estimate, str]:
+def estimate_for(
+    config: Config, cluster: str, assumed: Assumed, kind: type[Estimate] | None = None
+) -> tuple[Estimate, str]:
     """And the name of the model. Raises ConfigError: not a cluster for the recipe; ModelError: no such model."""
     where = read_cluster(cluster)
     asked = gpus_asked(config)
@@ -102,13 +107,15 @@ def estimate_for(config: Config, cluster: str, assumed: Assumed) -> tuple[Estima
         check_supported(found)
     else:
         name, found = published_shape(name)
-    return Estimate(config, trainable_shape(config.model, found), where, rates_for(where.name), assumed), name
+    return (kind or Estimate)(config, shape_of(config, found), where, rates_for(where.name), assumed), name
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A recipe on a cluster. ``shape``: a model without numbers, with its adapter if any; ``measured``: rates."""
 
+    counts = "sampled"
+    """What happens to the tokens of a step."""
     config: Config
     shape: Any
     cluster: Cluster
@@ -201,7 +208,7 @@ class Estimate:
         if has_adapter(self.shape) or apart(config):
             return
         small = with_values(config, {"model.lora": LoraConfig(rank=16)})
-        adapted = replace(self, config=small, shape=trainable_shape(small.model, self.shape.config))
+        adapted = replace(self, config=small, shape=shape_of(small, self.shape.config))
         for settings in ({}, together):
             if (size := adapted.needed(with_values(small, settings))) < now:
                 yield f"model.lora.rank=16 {settings_line(settings)}".strip(), size
@@ -239,9 +246,14 @@ class Estimate:
 
     def operations(self) -> tuple[float, float]:
         """Of a pass over a step's batch, on all GPUs together: forward alone, and forward and backward."""
-        rollout, assumed, text = self.config.rollout, self.assumed, self.shape.config.get_text_config()
+        rollout, assumed = self.config.rollout, self.assumed
         predicted = rollout.prompts_per_step * rollout.samples_per_prompt * assumed.response
-        computed = rollout.prompts_per_step * assumed.prompt + predicted  # a prompt is computed once for its group
+        # a prompt is computed once for its group
+        return self.passes(rollout.prompts_per_step * assumed.prompt + predicted, predicted)
+
+    def passes(self, computed: float, predicted: float) -> tuple[float, float]:
+        """:meth:`operations` of so many tokens, of which some are predicted."""
+        assumed, text = self.assumed, self.shape.config.get_text_config()
         heads = text.num_attention_heads
         width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
         attention = 4 * predicted * (assumed.prompt + assumed.response / 2) * width * text.num_hidden_layers
@@ -298,7 +310,11 @@ class Estimate:
         if rows is None:
             return None
         times = 1 + min(steps, ceil(steps / (evaluation.every or steps or 1)))
-        return times * self.sampled(rows, evaluation.samples_per_prompt, 1.0, self.config.evaluated_length)[0]
+        return times * self.evaluated_s(rows)
+
+    def evaluated_s(self, rows: int) -> float:
+        """Seconds of one evaluation."""
+        return self.sampled(rows, self.config.evaluation.samples_per_prompt, 1.0, self.config.evaluated_length)[0]
 
     def disk(self, steps: int, tokens: float) -> dict[str, float]:
         """Bytes of a checkpoint, and of the whole run, in each of whose steps so many tokens are sampled."""

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config import Config, build_config
-from dapo.config.plan import existing_recipe
+from dapo.config.composed_reward import plain_rewards
+from dapo.config.plan import existing_recipe, require_files
 from dapo.config.reading import beside as run_beside
-from dapo.config.reading import read_recipe
-from dapo.config.stages import STAGES, StageConfig, beside, build_stage
-from dapo.errors import ConfigError
-from dapo.observe.progress import Listener, before_and_after
+from dapo.config.reading import read_recipe, with_values
+from dapo.config.stages import STAGES, RewardModelConfig, StageConfig, beside, build_stage
+from dapo.errors import ConfigError, UserError
+from dapo.model.hub import is_name
+from dapo.observe.progress import Listener, QuietListener, before_and_after
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView, is_run
+from dapo.orchestrator.inputs import RunOverrides
 from dapo.util.files import write_atomic
 from dapo.util.shutdown import Shutdown
 
@@ -71,13 +74,13 @@ def run_phases(
     """Each phase, one after the other; ``resume``: those that are done are left as they are, and one that was stopped,
     or has more steps now, goes on. Returns the summary of each by name; ``report.md`` in ``root`` tells of all.
     Raises ConfigError: a phase is there already, or was another one; Stopped and UserError as the phases do."""
-    from dapo.orchestrator.inputs import RunOverrides
     from dapo.orchestrator.launch import run_experiment
     from dapo.stages.run import run_stage
 
     found: dict[str, Any] = {}
     trained = ""
     begun = {name: _as_begun(RunFolder(root / name), config, resume) for name, config in phases.items()}  # all, at once
+    _check(root, begun)
     for name, (config, there) in begun.items():
         folder = RunFolder(root / name)
         if there:
@@ -112,6 +115,42 @@ def _as_begun(folder: RunFolder, config: StageConfig | Config, resume: bool) -> 
         return as_begun(folder, config), True
     check_resumable(folder, config)
     return config, True
+
+
+class _Silent(QuietListener):
+    def warning(self, text: str) -> None:
+        """The phase says it again."""
+
+
+def _check(root: Path, begun: Mapping[str, tuple[StageConfig | Config, bool]]) -> None:
+    """Look at files, keys, rows and tokenizer of all phases that are to come. A model that a phase is to leave has the
+    tokenizer of the one that it begins with. Raises UserError: what is wrong, and in which phase."""
+    from dapo.orchestrator.build import Setup
+    from dapo.stages.run import StageSetup
+
+    made: dict[str, tuple[str, bool]] = {}  # by path: the model it comes from, and whether it is a reward model
+    for name, (config, there) in begun.items():
+        base, scores = made.get(config.model.path, (config.model.path, False))
+        made[str(root / name / "model-after")] = base, isinstance(config, RewardModelConfig)
+        if there:
+            continue
+        looked: Any = with_values(config, {"model.path": base})
+        try:
+            if scores:
+                raise ConfigError(f"model.path: {config.model.path} will be a reward model, which is for reward.path")
+            require_files(looked)
+            if not isinstance(config, Config):
+                StageSetup.of(looked, _Silent(), RunOverrides())
+                continue
+            Setup.of(looked, _Silent(), RunOverrides())
+            for reward in plain_rewards(config.reward):
+                path = getattr(reward, "path", None)
+                if path is not None and not made.get(path, (path, True))[1]:
+                    raise ConfigError(f"reward.path: {path} will be a policy, and no reward model")
+                if path is not None and path not in made and not is_name(path) and not Path(path).expanduser().exists():
+                    raise ConfigError(f"reward.path: {path}: no such folder")
+        except UserError as error:
+            raise type(error)(f"phases.{name}: {error}") from None
 
 
 def report(summaries: Mapping[str, Mapping[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 A text is followed by one token that nobody reads, so that the state which predicts it is that of the last real token:
 what a loss sees as the log-probabilities of response tokens are scores here. What is saved is a sequence classifier of
-Transformers with one output, which ``reward: {kind: model}`` loads.
+Transformers with one output, or its adapter with the head, which ``reward: {kind: model}`` loads.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from dapo.algorithm.preference import ScoreObjective, outcome_loss, outcome_objective, share_right
 from dapo.data.examples import Example, labelled, ranked
 from dapo.data.rows import BadRow, Row
-from dapo.errors import ConfigError, ModelError, RewardError
+from dapo.errors import ConfigError, RewardError
 from dapo.evaluation.statistics import calibration_error
-from dapo.model.adapters import has_adapter
-from dapo.model.loading import load_model
+from dapo.model.classifier import as_classifier
 from dapo.records import TokenBatch
 from dapo.reward.model.text import PairText
 from dapo.stages.batches import labelled_inputs, labels, ranked_inputs, rankings
 from dapo.stages.stage import Parts, accuracy_metrics, evaluate_pairs, in_parts
+from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.objective_protocol import Objective
-from dapo.training.scores import as_classifier, score_trainer
+from dapo.training.scores import score_trainer
 from dapo.training.trainer import Trainer
 
 
@@ -64,12 +64,7 @@ class RewardModel:
 
     def load(self, source: Any, device: torch.device) -> Any:
         """The backbone of a language model under a score head of zeros."""
-        model = load_model(source, torch.float32, self.config.model.trust_remote_code, device)
-        if has_adapter(model):
-            raise ModelError(
-                "model.path: holds an adapter, and a reward model is trained whole; merge it into its base"
-            )
-        return as_classifier(model, self._pad_token())
+        return as_classifier(load_trainable(source, self.config.model, device), self._pad_token())
 
     def _pad_token(self) -> int:
         """A token that no text ends with: classifiers of Transformers read the score before trailing padding tokens."""
@@ -84,6 +79,7 @@ class RewardModel:
         )
 
     def trainer(self, model: Any) -> Trainer:
+        model = begin_adapter(model, self.config.model, self.config.seed)
         return score_trainer(model, self.config.training, getattr(torch, self.config.model.compute_dtype))
 
     def prepare(self, trainer: Trainer, folder: Path, parts: Parts, tell: Any) -> None:

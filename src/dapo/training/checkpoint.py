@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from dapo.errors import ModelError, UserError
 from dapo.model.adapters import has_adapter, read_weights, require_adapter
 from dapo.model.export import export_model
-from dapo.model.loading import load_model
 from dapo.util.files import new_folder, read_json, write_json
 
+WEIGHTS = "model.safetensors"
 TENSORS, METADATA = "trainer.safetensors", "trainer.json"
 INDEX = f"{TENSORS}.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -44,9 +44,12 @@ def load_weights(model: Any, folder: Path) -> None:
     if has_adapter(model):
         read_weights(model, require_adapter(folder))
         return
-    saved = dict(load_model(folder).named_parameters())
+    try:
+        saved = read_tensors(folder, WEIGHTS)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelError(f"{folder}: the weights cannot be read: {type(error).__name__}: {error}") from None
     parameters = dict(model.named_parameters())
-    if {n: p.shape for n, p in saved.items()} != {n: p.shape for n, p in parameters.items()}:
+    if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in parameters.items()}:
         raise ModelError(f"{folder}: holds the weights of another model")
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dapo.algorithm.gae import ValueObjective, ValueTokens
@@ -17,13 +18,15 @@ from dapo.algorithm.objective import token_weights
 from dapo.config import Config, TrainingConfig
 from dapo.errors import ModelError
 from dapo.model.adapters import has_adapter
+from dapo.model.classifier import as_classifier
 from dapo.model.loading import copy_model
 from dapo.records import FloatArray, TokenBatch, starts_of
 from dapo.training.base_learner import Watched
+from dapo.training.checkpoint import read_tensors
 from dapo.training.micro_batch import MicroBatch, upload
 from dapo.training.parallel.holding import MODEL, Parameters, Replica
 from dapo.training.parallel.ranks import Ranks
-from dapo.training.scores import ScorePolicy, WholeClassifier, as_classifier, load_classifier, score_trainer
+from dapo.training.scores import ScorePolicy, load_classifier, score_trainer
 from dapo.training.trainer import Trainer
 from dapo.util.files import new_folder, read_json, write_json
 
@@ -125,7 +128,7 @@ def one_token_longer(batch: TokenBatch) -> TokenBatch:
     )
 
 
-class _HeadOnly(WholeClassifier):
+class _HeadOnly(Replica):
     """Of a classifier whose backbone is the policy's, the head alone: it is what is trained and what is saved."""
 
     def take(self, model: Any, compute_dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
@@ -137,6 +140,17 @@ class _HeadOnly(WholeClassifier):
     def save_model(self, model: Any, folder: Path, parameters: Parameters, **how: Any) -> None:
         with new_folder(folder) as staging:
             save_file({name: p.detach().cpu() for name, p in parameters.items()}, staging / MODEL)
+
+    def load_weights(self, model: Any, folder: Path, parameters: Parameters) -> None:
+        try:
+            saved = read_tensors(folder, MODEL)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ModelError(f"{folder}: cannot be read: {error}") from None
+        if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in parameters.items()}:
+            raise ModelError(f"{folder}: holds the weights of another model")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(saved[name])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

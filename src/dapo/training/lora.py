@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from dapo.config.sections import ModelConfig
+from dapo.config.stages import RewardModelConfig
 from dapo.errors import ConfigError, ModelError, first_line
 from dapo.model.adapters import Adapter, find_adapter, has_adapter, new_adapter, put_on
+from dapo.model.classifier import as_classifier
 from dapo.model.loading import load_model
 
 
@@ -56,12 +58,13 @@ def begin_adapter(model: Any, config: ModelConfig, seed: int) -> Any:
     return new_adapter(model, lora.rank, alpha_of(config), lora.target_modules, seed)
 
 
-def trainable_shape(config: ModelConfig, model_config: Any) -> Any:
+def trainable_shape(config: ModelConfig, model_config: Any, classifier: bool = False) -> Any:
     """What :func:`load_trainable` and :func:`begin_adapter` make, on the meta device: names, shapes and no numbers.
 
     Args:
         config: its path is looked at for an adapter.
         model_config: Transformers' config of the (base) model.
+        classifier: what the stage of reward models makes of it.
 
     Raises:
         ModelError, ConfigError: as the two.
@@ -74,10 +77,15 @@ def trainable_shape(config: ModelConfig, model_config: Any) -> Any:
             model = AutoModelForCausalLM.from_config(model_config)
         except Exception as error:  # sizes that do not fit together raise whatever is made of them first
             raise ModelError(f"model {config.path}: config.json describes none: {first_line(error)}") from None
-        if adapter is None:
-            return begin_adapter(model, config, 0)
-        _check_same(adapter, config)
-        return put_on(model, adapter)
+        if adapter is not None:
+            _check_same(adapter, config)
+            model = put_on(model, adapter)
+        return begin_adapter(as_classifier(model, 0) if classifier else model, config, 0)
+
+
+def shape_of(config: Any, model_config: Any) -> Any:
+    """:func:`trainable_shape` of a whole recipe, of a run or a stage."""
+    return trainable_shape(config.model, model_config, isinstance(config, RewardModelConfig))
 
 
 def alpha_of(config: ModelConfig) -> float:

@@ -5,22 +5,18 @@ A reward model reads the last one of a text, a critic all of them. The trainer k
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from dapo.config import TrainingConfig
 from dapo.errors import ModelError, first_line
 from dapo.model.adapters import has_adapter
 from dapo.model.attention import ATTENTION_NAME, register_attention
+from dapo.model.classifier import as_classifier
 from dapo.model.loading import check_supported, load_model, read_config
-from dapo.training.checkpoint import read_tensors
-from dapo.training.parallel.holding import MODEL, Replica
+from dapo.training.parallel.holding import Replica
 from dapo.training.policy import Policy
 from dapo.training.trainer import Trainer
 
@@ -28,32 +24,11 @@ _ROWS_AT_ONCE = 2**16
 
 
 def score_trainer(model: Any, config: TrainingConfig, dtype: torch.dtype, held: Replica | None = None) -> Trainer:
-    """A trainer of a classifier with one output, from :func:`as_classifier`."""
-    trainer = Trainer(model, config, 1.0, dtype, held=held or WholeClassifier())
+    """A trainer of a classifier with one output, from :func:`dapo.model.classifier.as_classifier`."""
+    trainer = Trainer(model, config, 1.0, dtype, held=held)
     policy = trainer.policy
     trainer.policy = ScorePolicy(policy.model, 1.0, policy.tokens_per_micro_batch, dtype, policy.held)
     return trainer
-
-
-def as_classifier(model: Any, pad_token_id: int) -> Any:
-    """The sequence classifier of Transformers over the backbone of ``model``, which it shares.
-    Raises ModelError: Transformers has none for this architecture."""
-    from transformers import AutoModelForSequenceClassification
-
-    config = copy.deepcopy(model.config)
-    config.num_labels, config.pad_token_id = 1, pad_token_id
-    with torch.device("meta"):
-        try:
-            found = AutoModelForSequenceClassification.from_config(config)
-        except ValueError:
-            raise ModelError(f"model.path: Transformers has no sequence classifier for {config.model_type}") from None
-    backbone = model.base_model
-    setattr(found, found.base_model_prefix, backbone)
-    like = next(backbone.parameters())
-    found.score = torch.nn.Linear(config.hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)
-    torch.nn.init.zeros_(found.score.weight)  # every text begins with the score 0
-    found.generation_config, found.source_dtype = model.generation_config, model.source_dtype
-    return found.eval()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,21 +45,6 @@ class ScorePolicy(Policy):
         return scores, torch.zeros_like(scores)
 
 
-class WholeClassifier(Replica):
-    """Reads a classifier back, which is no causal language model."""
-
-    def load_weights(self, model: Any, folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        try:
-            saved = read_tensors(folder, MODEL)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise ModelError(f"{folder}: cannot be read: {error}") from None
-        if {n: tuple(t.shape) for n, t in saved.items()} != {n: tuple(p.shape) for n, p in parameters.items()}:
-            raise ModelError(f"{folder}: holds the weights of another model")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(saved[name])
-
-
 def load_classifier(path: str, pad_token_id: int, trust_remote_code: bool, device: torch.device) -> Any:
     """A classifier with a head of zeros on the backbone of a reward model, or of a language model, in a folder.
     Raises ModelError: it cannot be read, or is of an architecture that is not supported."""
@@ -97,8 +57,8 @@ def load_classifier(path: str, pad_token_id: int, trust_remote_code: bool, devic
     from transformers import AutoModelForSequenceClassification, GenerationConfig
 
     register_attention()
+    config.num_labels, config.architectures = 1, None  # as a policy it would be refused
     check_supported(config)
-    config.num_labels = 1
     how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": ATTENTION_NAME, "config": config}
     try:
         model = AutoModelForSequenceClassification.from_pretrained(path, trust_remote_code=trust_remote_code, **how)

@@ -1,8 +1,10 @@
-"""The memory of this process: its peak, and what the allocator keeps or gives back."""
+"""The memory of this process: its peak, what it may still take, and what the allocator keeps or gives back."""
 
 import ctypes
 import resource
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -10,6 +12,28 @@ def peak_memory() -> int:
     """The most memory this process has held, in bytes."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024  # kilobytes everywhere else
+
+
+def free_memory() -> int | None:
+    """Bytes of RAM that this process may still take: of the machine, and of the container it is in. None: unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        free = found["MemAvailable"]
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    return min([free, *_left_in_containers()])
+
+
+def _left_in_containers() -> Iterator[int]:
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            yield max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # there is no such file, or "max"
+            continue
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h

@@ -17,6 +17,7 @@ import torch
 
 from dapo.config import ModelReward
 from dapo.errors import ModelError, RewardError, first_line
+from dapo.model.adapters import Adapter, find_adapter, put_on
 from dapo.model.hub import from_where
 from dapo.model.loading import context_limit, load_tokenizer
 from dapo.reward.model.text import Encoded, PairText
@@ -65,15 +66,16 @@ def load_network(config: ModelReward) -> RewardNetwork:
     Raises RewardError: not found, not readable, not a reward model, or one whose scores would be wrong here."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise RewardError("reward.device: is cuda, but there is none here; use reward.device=cpu")
-    name = config.path
-    settings = _settings(name, config.trust_remote_code)
+    name, adapter = config.path, _adapter(config.path)
+    settings = _settings(name, adapter, config.trust_remote_code)
     tokenizer = _tokenizer(config)
-    head_file = _value_head(name)
+    head_file = None if adapter else _value_head(name)
     if head_file is None:
         _check_classifier(name, settings)
     _check_length(config, context_limit(settings.get_text_config()))
     text = PairText(tokenizer, config.template, config.tokenizer or name)
-    model = _from_pretrained(config, "AutoModel" if head_file else "AutoModelForSequenceClassification")
+    kind = "AutoModel" if head_file else "AutoModelForSequenceClassification"
+    model = _from_pretrained(config, kind, settings, adapter)
     _check_length(config, _positions(model))
     _check_vocabulary(config, model, tokenizer)
     forward = _forward(config, model, head_file)
@@ -147,11 +149,22 @@ def _try(network: RewardNetwork, model: Any | None, config: ModelReward) -> None
             )
 
 
-def _settings(name: str, trust_remote_code: bool) -> Any:
+def _adapter(name: str) -> Adapter | None:
+    try:
+        return find_adapter(name)
+    except ModelError as error:
+        raise RewardError(f"reward model {error}") from None
+
+
+def _settings(name: str, adapter: Adapter | None, trust_remote_code: bool) -> Any:
+    """Of an adapter those of its base, as a classifier without padding token: the last token is the one scored."""
     from transformers import AutoConfig
 
+    where = adapter.base if adapter else name
     try:
-        settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **from_where(name))
+        settings = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **from_where(where))
+        if adapter is not None:
+            settings.num_labels, settings.pad_token_id, settings.architectures = 1, None, None
     except (OSError, ValueError, KeyError) as error:
         raise RewardError(_explain(name, error)) from None
     if getattr(settings, "is_encoder_decoder", False):
@@ -235,24 +248,32 @@ def _check_vocabulary(config: ModelReward, model: Any, tokenizer: Any) -> None:
         )
 
 
-def _from_pretrained(config: ModelReward, kind: str) -> Any:
+def _from_pretrained(config: ModelReward, kind: str, settings: Any, adapter: Adapter | None) -> Any:
     import transformers
 
+    where = adapter.base if adapter else config.path
     try:
         with _quiet():
             model, report = getattr(transformers, kind).from_pretrained(
-                config.path,
+                where,
+                config=settings,
                 dtype=getattr(torch, config.compute_dtype),
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
-                **from_where(config.path),
+                **from_where(where),
             )
+            if adapter is not None:
+                model = put_on(model, adapter)
+    except ModelError as error:
+        raise RewardError(f"reward model {error}") from None
     except Exception as error:  # a damaged weight file raises whatever its reader raises
-        raise RewardError(_explain(config.path, error)) from None
+        raise RewardError(_explain(where, error)) from None
     for key in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(map(str, report.get(key) or ()))
         if key == "unexpected_keys":
             names = [name for name in names if not name.startswith(_HARMLESS)]
+        elif adapter is not None:
+            names = [name for name in names if not name.startswith("score.")]  # which the adapter has
         if names:
             raise RewardError(
                 f"reward model {config.path}: {len(names)} {key.removesuffix('_keys')} weights, such as {names[0]}; "
