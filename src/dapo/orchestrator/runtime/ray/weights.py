@@ -12,7 +12,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +138,7 @@ class Sender:
         if members == self._members:
             return
         self._members, self._group = members, None
-        if backend is not None:
+        if members and backend:
             store, where = meeting_point(ray.util.get_node_ip_address())
             rest = size, "cuda" if backend == "nccl" else "cpu"
             join = partial(Group, backend, store, 0, *rest)
@@ -150,8 +150,9 @@ class Sender:
         asked = {theirs(actor, 1 + number): number for number, actor in enumerate(self._actors)}
         work, began = ThreadPoolExecutor(1).submit(ours), time.monotonic()  # left alone where it hangs
         lost: BaseException | None = None
-        while lost is None and not (work.done() and not asked):
-            ready, _ = ray.wait([*asked], num_returns=len(asked), timeout=_POLL_SECONDS) if asked else ((), ())
+        while lost is None and (asked or not work.done()):
+            wait([work], 0 if asked else _POLL_SECONDS)
+            ready = ray.wait([*asked], num_returns=len(asked), timeout=_POLL_SECONDS)[0] if asked else ()
             for answer in ready:
                 error = _error_of(answer, asked.pop(answer))
                 if isinstance(error, GroupError):
@@ -165,6 +166,7 @@ class Sender:
                 lost = lost or GroupError(f"engines were not reached within {GROUP_SECONDS:g} s")
             if passed > SECONDS:
                 raise EngineError(f"weights: engines did not take them within {SECONDS:g} s")
+        lost = lost or work.exception()
         if lost is None:
             return work.result()
         if self._group is not None:
