@@ -90,11 +90,12 @@ async def in_time(loading: Coroutine[Any, Any, T], what: str) -> T:
     Raises GoneError: it took too long."""
     task = asyncio.ensure_future(loading)
     task.add_done_callback(retrieve)
-    done, _ = await asyncio.wait([task], timeout=LOAD_SECONDS)
-    if not done:
+    try:
+        if not (await asyncio.wait([task], timeout=LOAD_SECONDS))[0]:
+            raise GoneError(f"{what} took more than {LOAD_SECONDS / 60:g} minutes; Ray's logs tell more, on its node")
+        return task.result()
+    finally:
         task.cancel()
-        raise GoneError(f"{what} took more than {LOAD_SECONDS / 60:g} minutes; Ray's logs tell more, on its node")
-    return task.result()
 
 
 class Replacing:

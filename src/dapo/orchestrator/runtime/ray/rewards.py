@@ -37,8 +37,7 @@ class RayScorer(Scorer):
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
-        left = lambda: any(remote is not None for remote in self._actors)  # noqa: E731
-        self._replacing = Replacing(self._made, tell, left)
+        self._replacing = Replacing(self._made, tell, lambda: any(self._actors))
         calls = CALLS * max(1, config.runtime.reward.workers)
         self._batcher: Batcher[_Item, Reward] = Batcher(self._score, size=TOGETHER, concurrency=calls)
         self._lock = asyncio.Lock()
