@@ -70,9 +70,9 @@ def test_the_curve_of_the_demo_on_two_nodes_is_that_of_one_process(nodes: Any, t
         return cases.steps_of(tmp_path / name), summary
 
     (alone, summary), (one, on_nodes) = demo("alone", {}), demo("one", ranks)
-    assert_same(one[:3], alone[:3])  # later, what is rounded otherwise has grown
+    assert_same(one[:10], alone[:10])  # later, what is rounded otherwise may have grown
     gains = [found["accuracy_after"] - found["accuracy_before"] for found in (summary, on_nodes)]
-    assert min(gains) > 0.2 and gains[0] == pytest.approx(gains[1], abs=0.1), (summary, on_nodes)
+    assert min(gains) > 0.5 and gains[0] == pytest.approx(gains[1], abs=0.05), (summary, on_nodes)
     assert ray_cases.workers() == []
     again, _ = demo("again", ranks | {"training.steps": "5"})
     assert [*map(cases.without_times, one[:4])] == [*map(cases.without_times, again[:4])]
