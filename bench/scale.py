@@ -5,7 +5,7 @@ usage: python bench/scale.py run --tokenizer FOLDER --out FOLDER [--gpus 0 64 12
 
 Half of the GPUs sample and half train. A GPU samples ``--rate`` tokens a second in ``--rows`` samples at once; a step
 is 4 prompts a GPU (the paper has 512 on 128) with 16 samples of 1,000 tokens of real text, 60% of whose groups are
-kept, with one step sampled ahead (``max_staleness`` 1). Learners take as long for a step as engines need for it. With
+kept, with one step sampled ahead (``--staleness`` 1). Learners take as long for a step as engines need for it. With
 ``--gpus 0`` neither takes time, so what is measured is what the orchestrator itself carries at most.
 
 Real are the loop, the collector, the batches, the metrics and the files of samples; simulated are engines, learners
@@ -69,13 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add("--rows", type=int, default=64, help="samples at once of an engine's GPU")
     add("--prompts", type=int, help="of a step, in place of 4 a GPU (512 with --gpus 0)")
     add("--steps", type=int, default=5, help="the speed is that of all but the first and the last")
+    add("--staleness", type=int, default=1, help="max_staleness: steps that may be sampled ahead")
     add("--actors", type=int, default=2, help="processes of the engines, with --transport ray")
     parser.set_defaults(device="cpu")
     return run_command(parser.parse_args(arguments), {"run": run, "profile": run})
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("transport", "text", "reward", "rate", "rows", "steps", "actors")
+    names = ("transport", "text", "reward", "rate", "rows", "steps", "staleness", "actors")
     common = {name: getattr(options, name) for name in names} | {"tokenizer": str(options.tokenizer)}
     sides = []
     for gpus in options.gpus:
@@ -271,7 +272,7 @@ def settings(job: Mapping[str, Any]) -> Config:
                 "rollout.samples_per_prompt": SIZE,
                 "rollout.max_response_length": LENGTH,
                 "rollout.max_concurrent_samples": max(job["gpus"] // 2 * job["rows"], SIZE),
-                "rollout.max_staleness": 1,
+                "rollout.max_staleness": job["staleness"],
                 "algorithm.proximal": "interpolate",
                 "training.tokens_per_micro_batch": 8192,
                 "training.steps": job["steps"],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dapo.orchestrator.runtime.ray import fleet as module
+from dapo.orchestrator.runtime.ray import handles
 from dapo.orchestrator.runtime.ray.fleet import Fleet, FleetError
 from dapo.orchestrator.runtime.ray.handles import GoneError, Remote
 from dapo.records import Sample
@@ -88,7 +89,7 @@ def test_a_run_whose_last_engine_cannot_be_replaced_ends(monkeypatch: pytest.Mon
 
 
 def test_an_engine_is_tried_again_while_others_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(handles, "AGAIN_SECONDS", 0.05)
     ways, told = ["none", "none", "well"], list[str]()
 
     async def work() -> None:

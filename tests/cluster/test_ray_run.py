@@ -18,7 +18,7 @@ from dapo.observe.run_folder import RunFolder
 from dapo.training.parallel.front import RankError
 
 APART = {"runtime.kind": "ray", "runtime.placement": "disaggregated", "runtime.learner.workers": 2,
-         "runtime.engine.workers": 2, "runtime.reward.workers": 2}  # fmt: skip
+         "runtime.engine.workers": 2, "runtime.reward.workers": 2, "runtime.sync": "group"}  # fmt: skip
 FLOATS = ("loss", "grad_norm", "reward/mean", "response_length/mean", "entropy")
 pytestmark = pytest.mark.usefixtures("ray_here")
 

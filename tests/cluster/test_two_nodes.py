@@ -11,6 +11,10 @@ from test_ray_run import assert_same, train
 
 import ray_cases
 import run_cases as cases
+from dapo.commands.demo.run import DATA_FILES, demo_config, make_world
+from dapo.orchestrator.experiment import Experiment
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_to_end
 
 TWO = {"runtime.kind": "ray", "runtime.placement": "disaggregated", "runtime.engine.workers": 2}
 
@@ -49,18 +53,26 @@ def test_a_node_that_goes_away_takes_no_sample_with_it(nodes: Any, tiny: Path, t
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_curve_on_two_nodes_is_that_of_one_process(nodes: Any, tiny: Path, tmp_path: Path, seed: int) -> None:
-    """Two ranks of the learner and two engines, some on each node."""
+@pytest.mark.timeout(1800)
+def test_the_curve_of_the_demo_on_two_nodes_is_that_of_one_process(nodes: Any, tmp_path: Path) -> None:
+    """Its own recipe and world, by two ranks of the learner and two engines, some on each node."""
     nodes.add_node(num_cpus=2)
-    changes = {"seed": seed, "training.steps": 15, "algorithm.filter_groups.on_starved": "train"}
-    ranks = {"runtime.learner.workers": 2, "runtime.address": nodes.address}
-    for folder in ("one", "again"):
-        train(tmp_path / folder, tiny, changes | TWO | ranks)
-    train(tmp_path / "alone", tiny, changes)
-    one, again, alone = (cases.steps_of(tmp_path / name) for name in ("one", "again", "alone"))
-    assert [*map(cases.without_times, one)] == [*map(cases.without_times, again)]
-    assert_same(one[:5], alone[:5])  # later, what is rounded otherwise has grown
-    rewards = [sum(step["reward/mean"] for step in steps[-5:]) / 5 for steps in (one, alone)]
-    assert rewards[0] == pytest.approx(rewards[1], abs=0.15)
+    world = tmp_path / "world"
+    files = {"model.path": "model", **DATA_FILES}
+    ranks = {**TWO, "runtime.learner.workers": 2, "runtime.address": nodes.address}
+
+    def demo(name: str, changes: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        keys = {"run.dir": str(tmp_path / name), "runtime.deterministic": "true", **changes}
+        config = demo_config("cpu-demo", [f"{key}={value}" for key, value in keys.items()], lambda _: world, files)
+        if not world.exists():
+            make_world(config, world, cases.Recorder())
+        summary = run_to_end(Experiment(config, cases.Recorder(), RunOverrides()))
+        return cases.steps_of(tmp_path / name), summary
+
+    (alone, summary), (one, on_nodes) = demo("alone", {}), demo("one", ranks)
+    assert_same(one[:10], alone[:10])  # later, what is rounded otherwise may have grown
+    gains = [found["accuracy_after"] - found["accuracy_before"] for found in (summary, on_nodes)]
+    assert min(gains) > 0.5 and gains[0] == pytest.approx(gains[1], abs=0.05), (summary, on_nodes)
     assert ray_cases.workers() == []
+    again, _ = demo("again", ranks | {"training.steps": "5"})
+    assert [*map(cases.without_times, one[:4])] == [*map(cases.without_times, again[:4])]

@@ -57,7 +57,8 @@ class RuntimeConfig(Section):
     for others."""
     deterministic: bool = False
     """Pin every shape, so that the same seed gives the same bits."""
-    sync: Literal["auto", "copy", "ipc", "nccl", "files", "objects"] = "auto"
+    sync: Literal["auto", "copy", "ipc", "nccl", "files", "group", "objects"] = "auto"
     """How new weights get to the engine: `copy` in one process (`native`), and to vLLM by `ipc` on the same GPU, `nccl`
-    to others, or `files` in memory; to engines that Ray placed apart by `objects`, through its object store. `auto`:
-    what the placement allows."""
+    to others, or `files` in memory; to engines that Ray placed apart by a `group` of processes (NCCL between GPUs, gloo
+    otherwise), or by `objects`, through Ray's object store. `auto`: what the placement allows; of these two `group`
+    between GPUs, else `objects`."""

@@ -277,11 +277,12 @@ class Estimate:
         """Of a step, by phase; ``step``: of all."""
         config, rates, card, trained = self.config, self.rates, self.cluster.card, trained_of(self.shape)
         beside = apart(config) and config.ahead > 0
-        by_store = apart(config) and config.runtime.kind == "ray"
-        speed = self.ranks * rates["update"] * card.operations / (BESIDE if beside and not by_store else 1.0)
+        by_ray = apart(config) and config.runtime.kind == "ray"
+        speed = self.ranks * rates["update"] * card.operations / (BESIDE if beside and not by_ray else 1.0)
         passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off")
         forward, both = self.operations()
         moments = 8 * trained / self.ranks * config.updates_per_step if config.training.offload_optimizer else 0.0
+        by_store = by_ray and config.runtime.sync == "objects"
         moved = 2 * trained / STORE if by_store else self.cluster.exchange(2 * trained)
         found = {
             "rollout": self.rollout()[0],

@@ -26,8 +26,8 @@ from torch import Tensor
 from dapo.errors import UserError
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
+from dapo.rollout.group import Layout, layout_of, unpacked
 from dapo.rollout.native.checks import check_request
-from dapo.rollout.vllm.worker import Layout, unpacked
 from dapo.util.asynchronous import in_thread, until_done
 from dapo.util.shutdown import stop_signals
 
@@ -38,7 +38,6 @@ Load = Callable[[Any], "tuple[Mapping[str, NativeEngine], Any]"]
 """Makes engines, by name, and says something of them; tells a listener how far it is."""
 
 _START = "import sys; sys.path[:] = sys.argv[3:]; from dapo.rollout.process import main; main(*map(int, sys.argv[1:3]))"
-_ALIGNED = 16  # bytes, for any type
 _PATIENCE_S = 5.0
 
 
@@ -115,11 +114,8 @@ class EngineProcess:
                 self._memory.truncate(0)
             work.result()
 
-    def _shared(self, bucket: Sequence[tuple[str, Tensor]]) -> Layout:
-        layout, size = [], 0
-        for name, tensor in bucket:
-            layout.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
-            size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+    def _shared(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> Layout:
+        layout, size = layout_of(bucket)
         self._memory.truncate(size)
         views = _mapped(self._memory.fileno(), layout)
         for name, tensor in bucket:

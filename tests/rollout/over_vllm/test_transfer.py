@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 from dapo.errors import ConfigError, UserError
 from dapo.model.adapters import adapter_parameters, new_adapter
 from dapo.rollout.engine import EngineError, check_arrived
+from dapo.rollout.group import Group, meeting_point, packed, unpacked
 from dapo.rollout.vllm import transfer
 from dapo.rollout.vllm.options import own_folder
 from dapo.rollout.vllm.transfer import WeightTransfer, chosen
-from dapo.rollout.vllm.worker import _shard, process_group, unpacked
+from dapo.rollout.vllm.worker import _shard
 from helpers import random_model
 from vllm_subject import SHAPE, Tensors, Vllm, started
 
@@ -240,20 +241,14 @@ def test_rows_of_a_rank_and_what_is_split_in_unknown_ways() -> None:
     assert _shard(64, 48, 0, 2) is None and _shard(64, 16, 0, 2) is None and _shard(64, 0, 0, 1) is None
 
 
-def test_a_bucket_goes_through_a_group_of_processes_in_one_piece(tmp_path: Path) -> None:
+def test_a_bucket_goes_through_a_group_of_processes_in_one_piece() -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7), "c": torch.arange(5), "d": torch.tensor(2.0)}
-    sender = WeightTransfer(None, random_model("qwen2"), torch.bfloat16)  # type: ignore[arg-type]
-    buffer, layout = sender._packed(tensors, torch.device("cpu"))
-    where = str(tmp_path / "group")
-    arrived = torch.zeros_like(buffer)
-
-    def receive() -> None:
-        process_group("gloo", where, 1, 2).broadcast(arrived, 0).wait()
-
+    buffer, layout = packed(tensors, torch.device("cpu"), torch.bfloat16)
+    store, where = meeting_point("127.0.0.1")
     with ThreadPoolExecutor(1) as other:
-        work = other.submit(receive)
-        process_group("gloo", where, 0, 2).broadcast(buffer, 0).wait()
-        work.result(60)
+        work = other.submit(lambda: Group("gloo", where, 1, 2, "cpu").receive(buffer.numel()))
+        Group("gloo", store, 0, 2, "cpu").broadcast(buffer)
+        arrived = work.result(60)
     found = unpacked(arrived, layout)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -12,7 +12,7 @@ import asyncio
 import pickle
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,13 +23,12 @@ from safetensors.torch import save, save_file
 from dapo.errors import ConfigError
 from dapo.model.adapters import changing_parameters, has_adapter, save_adapter
 from dapo.rollout.engine import EngineError, NoMemoryError, check_given, check_known
+from dapo.rollout.group import Group, meeting_point, packed, wire
 from dapo.rollout.vllm.options import own_folder
-from dapo.rollout.vllm.worker import Layout, process_group, unpacked
 from dapo.util.asynchronous import in_thread, until_done
 from dapo.util.files import size_text, writing
 
 _SHARED_MEMORY = "/dev/shm"
-_ALIGNED = 16  # bytes, for any type
 
 
 class WeightTransfer:
@@ -37,7 +36,7 @@ class WeightTransfer:
 
     Attributes:
         shapes: of the tensors of an update, by name; each of them has to come.
-        kind: how they get there, ``auto`` until the first have come.
+        kind: how the last ones got there, ``auto`` until the first have come.
         adapter: the folder that the adapter was last taken from, if that is what is sent.
     """
 
@@ -54,7 +53,7 @@ class WeightTransfer:
         """
         self.shapes = {name: tuple(parameter.shape) for name, parameter in changing_parameters(model).items()}
         self._call, self._model, self._dtype = call, model, dtype
-        self.kind = "files" if has_adapter(model) else kind
+        self.kind = self._asked = "files" if has_adapter(model) else kind
         self._ways = {"files": self._files, "ipc": self._ipc, "nccl": self._broadcast, "gloo": self._broadcast}
         self._missing: set[str] = set()
         self._adapter_tensors: dict[str, torch.Tensor] = {}
@@ -122,12 +121,12 @@ class WeightTransfer:
                     raise EngineError(f"weights: {name} came twice, with other values")
             return
         device = next(iter(tensors.values())).device
-        self.kind = chosen(self.kind, device, self._workers)
+        self.kind = chosen(self._asked, device, self._workers)  # they may come from elsewhere than before
         await self._ways[self.kind](tensors, device)
 
     async def _files(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         def on_host() -> dict[str, torch.Tensor]:
-            return {name: t.to("cpu", self._wire(t), copy=True).contiguous() for name, t in tensors.items()}
+            return {name: t.to("cpu", wire(t, self._dtype), copy=True).contiguous() for name, t in tensors.items()}
 
         there = await in_thread(on_host)
         self._sent += 1  # workers may still read the file before
@@ -154,57 +153,36 @@ class WeightTransfer:
         from torch.multiprocessing import reductions
 
         reduce: Any = reductions.reduce_tensor
-        buffer, layout = self._packed(tensors, device)
+        buffer, layout = packed(tensors, device, self._dtype)
         torch.cuda.current_stream(device).synchronize()
         await self._tell("take", "ipc", layout, pickle.dumps(reduce(buffer)[1]))
 
     async def _broadcast(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         if self._group is None:
-            await self._join()
-        buffer, layout = self._packed(tensors, device)
+            await self._join(device)
+        buffer, layout = packed(tensors, device, self._dtype)
+        await self._both(self._tell("take", "group", layout, buffer.numel()), partial(self._group.broadcast, buffer))
 
-        def broadcast() -> None:
-            self._group.broadcast(buffer, 0).wait()
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-
-        await self._both(self._tell("take", "group", layout, buffer.numel()), broadcast)
-
-    async def _join(self) -> None:
-        self._sent += 1
-        where, size = str(Path(self._folders[0].name, f"group-{self._sent}")), 1 + len(self._workers)
+    async def _join(self, device: torch.device) -> None:
+        (store, where), size = meeting_point("127.0.0.1"), 1 + len(self._workers)
 
         def join() -> None:
-            self._group = process_group(self.kind, where, 0, size)
+            self._group = Group(self.kind, store, 0, size, device)
 
         await self._both(self._tell("join", self.kind, where, size), join)
 
-    async def _both(self, theirs: Any, ours: Callable[[], None]) -> None:
+    async def _both(self, theirs: Any, ours: Callable[[], object]) -> None:
         """Each waits for the other. If the workers fail, ours would wait for them in vain."""
         work = asyncio.ensure_future(in_thread(ours))
         try:
             await theirs
         except BaseException:
             group, self._group = self._group, None  # to be made anew
-            if hasattr(group, "abort"):
-                group.abort()
+            if group is not None:
+                group.leave()
             await until_done(work)
             raise
         await work
-
-    def _packed(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> tuple[torch.Tensor, Layout]:
-        layout, size = [], 0
-        for name, tensor in tensors.items():
-            dtype = self._wire(tensor)
-            layout.append((name, str(dtype).removeprefix("torch."), tuple(tensor.shape), size))
-            size += -(-tensor.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        for name, view in unpacked(buffer, layout).items():
-            view.copy_(tensors[name])
-        return buffer, layout
-
-    def _wire(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._dtype if tensor.is_floating_point() else tensor.dtype
 
     async def _tell(self, step: str, *args: Any) -> list[Any]:
         """Have all workers do a step. Raises EngineError: one of them refused or failed."""

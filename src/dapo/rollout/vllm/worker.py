@@ -9,10 +9,8 @@ experts.
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +20,12 @@ from safetensors.torch import load, load_file
 
 from dapo.model.adapters import WEIGHTS_FILE, file_key
 from dapo.rollout.engine import EngineError, check_arrived, some_elements
+from dapo.rollout.group import Group, Layout, unpacked
 
 ADAPTER = ("dapo", 1)
 """Name and number that vLLM knows the adapter by. Requests name it, so they stay the same at a new version."""
 
-c10d: Any = torch.distributed  # its stubs lack most of what is used here
-TIMEOUT = timedelta(seconds=60)
-"""For a collective operation: the longest that one side waits for the other."""
-
 _COLUMNS = 4  # of a matrix that are read back; others at each version
-
-Layout = Sequence[tuple[str, str, Sequence[int], int]]
-"""Of tensors in one buffer: name, type, shape, offset in bytes."""
 
 
 class Receiver:
@@ -265,33 +257,10 @@ class Incoming:
 
     def join(self, backend: str, where: str, size: int) -> None:
         """Be one of ``size`` in a group of processes of which the learner is the first."""
-        self._group = process_group(backend, where, self._worker.rank + 1, size)
+        self._group = Group(backend, where, self._worker.rank + 1, size, self._worker.device)
 
     def _from_group(self, layout: Layout, size: int) -> dict[str, torch.Tensor]:
-        buffer = torch.empty(size, dtype=torch.uint8, device=self._worker.device)
-        self._group.broadcast(buffer, 0).wait()
-        return unpacked(buffer, layout)
-
-
-def process_group(backend: str, where: str, rank: int, size: int) -> Any:
-    """Of its own, beside those of vLLM and of the learner. They find each other by the file ``where``."""
-    store = c10d.FileStore(where, size)
-    store.set_timeout(TIMEOUT)
-    if backend == "gloo":  # in tests, without a GPU
-        return c10d.ProcessGroupGloo(store, rank, size, TIMEOUT)
-    options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = TIMEOUT
-    return c10d.ProcessGroupNCCL(store, rank, size, options)
-
-
-def unpacked(buffer: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
-    """Views of the tensors in one buffer of bytes, by name."""
-    found: dict[str, torch.Tensor] = {}
-    for name, dtype, shape, offset in layout:
-        kind = getattr(torch, dtype)
-        size = math.prod(shape) * kind.itemsize
-        found[name] = buffer[offset : offset + size].view(kind).view(tuple(shape))
-    return found
+        return unpacked(self._group.receive(size), layout)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dapo.config import Config
 from dapo.config.composed_reward import RewardConfig
@@ -23,14 +24,18 @@ from dapo.data.template import PromptTemplate
 from dapo.model.adapters import has_adapter
 from dapo.model.placement import set_threads
 from dapo.orchestrator.inputs import RunOverrides, make_engine
-from dapo.orchestrator.runtime.ray.weights import Sent, hand_over_to, received
+from dapo.orchestrator.runtime.ray.weights import Sender, Sent, received
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Doubt
 from dapo.rollout.engine import EngineError, InterruptibleEngine, Request, hand_over
+from dapo.rollout.group import Group, GroupError, Layout, unpacked
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.parallel.worker import RankWorker
 from dapo.util.asynchronous import in_thread
+
+if TYPE_CHECKING:
+    import torch
 
 WORD_SECONDS = 30.0
 """Between two words of an engine that has nothing to tell, at most."""
@@ -81,29 +86,38 @@ class Rank(RankWorker):
 
     engine: Any = None
 
-    def hand_over(self, engines: Sequence[Any], at: int | None = None) -> tuple[int, list[int] | None] | None:
+    @cached_property
+    def _sender(self) -> Sender:
+        return Sender()
+
+    def hand_over(
+        self, engines: Sequence[Any], at: int | None = None, backend: str | None = None
+    ) -> tuple[int, list[int] | None, str | None] | None:
         """Publish, all ranks together.
 
         Args:
-            engines: actors to send to, each in its turn; without effect where there is an engine in this process.
+            engines: actors to send to; without effect where there is an engine in this process.
             at: only if so many updates were made.
+            backend: see :meth:`Sender.send`.
 
         Returns:
-            The version, and which of ``engines`` have it (None: every rank's own); None: there were more updates.
+            The version; which of ``engines`` have it (None: every rank's own); and what was made up for on the way.
+            None: there were more updates.
         """
         if at is not None and self.learner.trainer.updates != at:
             return None
         version, tensors = self.publish()
         if self.engine is not None:
             asyncio.run(hand_over(self.engine, version, tensors))
-            return version, None
+            return version, None, None
         if self.rank:
             for _ in tensors:
                 pass
-            return version, []
+            return version, [], None
         policy = self.learner.trainer.policy
         dtype = None if has_adapter(policy.model) else policy.compute_dtype
-        return version, hand_over_to(engines, version, tensors, dtype)
+        self._sender.send(engines, version, tensors, dtype, backend)
+        return version, self._sender.reached, self._sender.word
 
 
 class Worker(Actor):
@@ -118,6 +132,8 @@ class Worker(Actor):
         self._reading: dict[int, asyncio.Task[None]] = {}
         self._events: list[tuple[int, Any]] = []
         self._heard = asyncio.Event()
+        self._group: Group | None = None
+        self._meeting = ""
 
     # --- a rank -------------------------------------------------------------------------------------------------------
 
@@ -198,11 +214,44 @@ class Worker(Actor):
 
     async def take(self, bucket: Sent) -> Exception | None:
         """New weights, as :meth:`~dapo.rollout.engine.Engine.put`; the error, if there is one."""
+        self._leave()  # whoever sends this way has given it up
+        return await self._put(received(bucket))
+
+    async def meet(self, backend: str, where: str, rank: int, size: int, device: str) -> Exception | None:
+        """Be in a group that weights come by, in place of the one before; the error, if there is one."""
+        self._leave()
+        self._meeting = where
         try:
-            await self._engine.put(received(bucket))
+            group = await in_thread(Group, backend, where, rank, size, device)
+        except EngineError as error:
+            return error
+        if self._meeting == where:
+            self._group = group
+        return None
+
+    async def receive(self, layout: Layout, size: int) -> Exception | None:
+        """As :meth:`take`, by the group."""
+        if (group := self._group) is None:
+            return GroupError("an engine has left its group")
+        try:
+            buffer = await in_thread(group.receive, size)
+        except GroupError as error:
+            return error
+        if group is not self._group:  # given up meanwhile
+            return GroupError("an engine has left its group")
+        return await self._put([*unpacked(buffer, layout).items()])
+
+    async def _put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> Exception | None:
+        try:
+            await self._engine.put(bucket)
         except Exception as error:
             return _sendable(error)
         return None
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.leave()
+        self._group, self._meeting = None, ""
 
 
 class ScoringActor(Actor):
@@ -215,8 +264,8 @@ class ScoringActor(Actor):
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         return await self._scorer.examine(prompts)
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None) -> Reward:
-        return await self._scorer.score(prompt, response, finish_reason)
+    async def score(self, items: Sequence[tuple[Prompt, str, FinishReason | None]]) -> Sequence[Reward]:
+        return await asyncio.gather(*(self._scorer.score(*item) for item in items))
 
     async def close(self) -> None:
         await self._scorer.close()

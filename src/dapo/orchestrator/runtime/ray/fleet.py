@@ -12,12 +12,12 @@ import contextlib
 import itertools
 import pickle
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from dapo.errors import UserError
-from dapo.orchestrator.runtime.ray.handles import GoneError, Remote
+from dapo.orchestrator.runtime.ray.handles import GoneError, Remote, Replacing
 from dapo.orchestrator.runtime.ray.seats import Ask, Seat
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 CLOSE_SECONDS = 10.0
-REPLACE_SECONDS = 600.0
-"""For a new engine to be there: a node, a process, the model."""
-AGAIN_SECONDS = 60.0
-"""Until another attempt at that."""
 HUNG_SECONDS = 600.0
 """Without a word or, while it has samples to write, a step: such an engine is ended, and replaced as one that died."""
 
@@ -43,7 +39,7 @@ class Fleet:
     def __init__(
         self,
         engines: Sequence[Remote],
-        make: Callable[[int], Awaitable[Remote]] | None,
+        make: Callable[[int], Coroutine[Any, Any, Remote]] | None,
         tell: Callable[[str], object],
         give: Callable[[Remote], Awaitable[int | None]] | None = None,
         in_turn: bool = False,
@@ -60,13 +56,13 @@ class Fleet:
             closed: called when it is closed.
         """
         self._seats = [Seat(remote) for remote in engines]
-        self._make, self._tell, self._give, self._in_turn, self._then = make, tell, give, in_turn, closed
+        self._tell, self._give, self._in_turn, self._then = tell, give, in_turn, closed
+        self._replacing = make and Replacing(make, tell, lambda: not all(seat.gone for seat in self._seats))
         self._keys, self._turns = itertools.count(), itertools.count()
         self._waiting: list[Ask] = []  # until there is an engine
         self._failure: BaseException | None = None
         self._damaged: Exception | None = None
         self._version, self._paused, self._changing = version, False, False
-        self._coming_engines = 0  # that are being made
         self._tasks: set[asyncio.Task[None]] = set()
         self.replaced = self.asked_again = 0
         """Engines, and samples that were asked for once more, so far."""
@@ -312,7 +308,7 @@ class Fleet:
         asks, seat.asked, seat.ready, seat.gone = [*seat.asked.values()], {}, False, True
         if self._failure is not None:
             return
-        if self._make is None:
+        if self._replacing is None:
             self.fail(FleetError(str(error)))
             return
         for ask in asks:
@@ -328,23 +324,12 @@ class Fleet:
 
     async def _replace(self, number: int) -> None:
         """Until there is one, or until none is left and none could be made."""
-        assert self._make is not None
-        for attempt in itertools.count():
-            self._coming_engines += 1
-            try:
-                async with asyncio.timeout(REPLACE_SECONDS):
-                    remote = await self._make(number)
-                break
-            except Exception as error:
-                why = f"within {REPLACE_SECONDS:g} s" if isinstance(error, TimeoutError) else f"({error})"
-            finally:
-                self._coming_engines -= 1
-            if not attempt:
-                self._tell(f"{self._seats[number].remote.name}: no other one could be started {why}; tried again")
-            if not self._coming_engines and all(seat.gone for seat in self._seats):
-                self.fail(FleetError(f"no engine is left, and no other one could be started {why}"))
-                return
-            await asyncio.sleep(AGAIN_SECONDS)
+        assert self._replacing is not None
+        try:
+            remote = await self._replacing.another(number, self._seats[number].remote.name)
+        except GoneError as error:
+            self.fail(FleetError(f"no engine is left, and {error}"))
+            return
         seat = self._seats[number] = Seat(remote, ready=False)
         if self._paused:
             await seat.call("engine", "pause")

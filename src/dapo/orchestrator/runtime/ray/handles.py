@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import pickle
 import re
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayError
 
+from dapo.reward.batching import retrieve
 from dapo.training.parallel.front import RankDied
 
+T = TypeVar("T")
+LOAD_SECONDS = 1800.0
+"""For a process to be there with what it is to load, a model of hundreds of GB over a network included."""
+AGAIN_SECONDS = 60.0
+"""Until another attempt to replace one."""
 _INLINE = 100_000
 """Bytes of arguments above which they go through the object store, once for all who get them."""
 
@@ -74,6 +83,50 @@ def why_gone(error: RayError) -> str:
     if detail := re.search(r"exception in the actor.s constructor|creation task", text):
         return f"could not be started: {detail.string.strip().splitlines()[-1]}"
     return "ended: it or its node was killed, by hand or for its memory, or crashed"
+
+
+async def in_time(loading: Coroutine[Any, Any, T], what: str) -> T:
+    """What ``loading`` gives. It is not waited for any longer once its time is over: it may hear of no cancellation.
+    Raises GoneError: it took too long."""
+    task = asyncio.ensure_future(loading)
+    task.add_done_callback(retrieve)
+    try:
+        if not (await asyncio.wait([task], timeout=LOAD_SECONDS))[0]:
+            raise GoneError(f"{what} took more than {LOAD_SECONDS / 60:g} minutes; Ray's logs tell more, on its node")
+        return task.result()
+    finally:
+        task.cancel()
+
+
+class Replacing:
+    """Makes processes in the place of those that died."""
+
+    def __init__(
+        self,
+        make: Callable[[int], Coroutine[Any, Any, Remote]],
+        tell: Callable[[str], object],
+        left: Callable[[], bool],
+    ) -> None:
+        """``make``: that of a number. ``left``: whether any of its kind is there."""
+        self._make, self._tell, self._left = make, tell, left
+        self._coming = 0  # that are being made
+
+    async def another(self, number: int, name: str) -> Remote:
+        """It is tried until it is there. Raises GoneError: it could not be made, and none is left nor on its way."""
+        for attempt in itertools.count():
+            self._coming += 1
+            try:
+                return await in_time(self._make(number), f"to start {name}")
+            except Exception as error:
+                why = f"no other one could be started ({error})"
+            finally:
+                self._coming -= 1
+            if not attempt:
+                self._tell(f"{name}: {why}; tried again")
+            if not (self._coming or self._left()):
+                raise GoneError(why)
+            await asyncio.sleep(AGAIN_SECONDS)
+        raise AssertionError
 
 
 class Packer:

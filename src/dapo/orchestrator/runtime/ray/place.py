@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from dapo.algorithm.kl import AdaptiveKL
-from dapo.config.placement import Bundle, shards
+from dapo.config.placement import Bundle, backend_of, shards
 from dapo.errors import ConfigError, UserError
 from dapo.model.adapters import find_adapter
 from dapo.model.loading import stop_token_ids
@@ -18,7 +18,7 @@ from dapo.orchestrator.runtime.placed import Placed
 from dapo.orchestrator.runtime.ray.actors import Worker
 from dapo.orchestrator.runtime.ray.cluster import Cluster, in_worker
 from dapo.orchestrator.runtime.ray.fleet import Fleet
-from dapo.orchestrator.runtime.ray.handles import GoneError, Packer, Rank, Remote
+from dapo.orchestrator.runtime.ray.handles import GoneError, Packer, Rank, Remote, in_time
 from dapo.orchestrator.runtime.ray.nodes import Nodes
 from dapo.orchestrator.runtime.ray.weights import RaySync
 from dapo.training.parallel.front import RankedLearner
@@ -52,7 +52,8 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
     engines = cluster.of("engine")
 
     async def engine_in(worker: Remote, bundle: Bundle) -> Remote:
-        await worker.call("make_engine", in_worker(config, bundle), *given)
+        loading = worker.call("make_engine", in_worker(config, bundle), *given)
+        await in_time(loading, f"{worker}: to load {config.model.path}")
         return worker
 
     async def another(number: int) -> Remote:
@@ -60,7 +61,7 @@ async def _placed(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], object], c
 
     made: list[Any] = await asyncio.gather(_learner(setup, kl, cluster), *map(another, range(len(engines))))
     (learner, workers), found = made[0], made[1:]
-    sync, in_turn = RaySync(), config.runtime.deterministic
+    sync, in_turn = RaySync(backend_of(config, cluster.bundles), tell), config.runtime.deterministic
     if engines:
         version = await found[0].call("version")  # vLLM begins without weights
         fleet = Fleet(found, another, tell, partial(sync.give, learner), in_turn, cluster.leave, version)
@@ -81,11 +82,12 @@ async def _learner(setup: Setup, kl: AdaptiveKL, cluster: Cluster) -> tuple[Rank
     packer = Packer()
     learner = RankedLearner([Rank(worker, packer) for worker in workers], kl)
     adapted = find_adapter(config.model.path) is not None
-    await learner.start(
+    loading = learner.start(
         workers[0].node,
         in_worker(config, bundles[0]),
         sharded=shards(config) and (config.runtime.learner.sharded or not adapted),
         cpu_offload=config.runtime.learner.cpu_offload,
         objective=setup.overrides.objective,
     )
+    await in_time(loading, f"{', '.join(map(str, workers))}: to load {config.model.path}")
     return learner, workers

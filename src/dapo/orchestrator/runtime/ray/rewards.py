@@ -11,19 +11,23 @@ from dapo.config import Config
 from dapo.errors import RewardError
 from dapo.orchestrator.runtime.ray.actors import ScoringActor
 from dapo.orchestrator.runtime.ray.cluster import Cluster
-from dapo.orchestrator.runtime.ray.handles import GoneError, Remote
+from dapo.orchestrator.runtime.ray.handles import GoneError, Remote, Replacing, in_time
 from dapo.records import FinishReason, Prompt, Reward
-from dapo.reward.batching import begin
+from dapo.reward.batching import Batcher, begin
 from dapo.reward.contract import Doubt, Scorer
 from dapo.util.asynchronous import closed_in_time
 
 ATTEMPTS = 3
 """At one response, each of which ended the process that was to score it."""
+TOGETHER, CALLS = 64, 8
+"""Responses of one call at most, and calls at once to each process. One that takes long holds those of its call."""
 CLOSE_SECONDS = 5.0
+_Item = tuple[Prompt, str, FinishReason | None]
 
 
 class RayScorer(Scorer):
-    """Each response goes to who has the least to do. Of one that dies the responses are scored again by others."""
+    """Responses that come in the same moment, or while all are busy, go in one call, to who has the least to do. Of one
+    that dies the responses are scored again by others, in halves until it is known which response ends processes."""
 
     def __init__(self, config: Config, function: Callable[..., Any] | None, tell: Callable[[str], object]) -> None:
         self._config, self._function, self._tell = config, function, tell
@@ -33,6 +37,9 @@ class RayScorer(Scorer):
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
+        self._replacing = Replacing(self._made, tell, lambda: any(self._actors))
+        calls = CALLS * max(1, config.runtime.reward.workers)
+        self._batcher: Batcher[_Item, Reward] = Batcher(self._score, size=TOGETHER, concurrency=calls)
         self._lock = asyncio.Lock()
 
     async def start(self) -> None:
@@ -42,7 +49,8 @@ class RayScorer(Scorer):
                 await self._cluster.start()
                 numbers = range(len(self._cluster.of("reward")))
                 try:
-                    self._actors = list(await asyncio.gather(*map(self._made, numbers)))
+                    made = [in_time(self._made(number), f"to start reward {number}") for number in numbers]
+                    self._actors = list(await asyncio.gather(*made))
                 except GoneError as error:
                     raise RewardError(f"reward: {error}") from None
 
@@ -57,15 +65,20 @@ class RayScorer(Scorer):
         return found
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        try:
-            reward: Reward = await self._ask("score", prompt, response, finish_reason)
-        except GoneError as error:
-            return Reward(None, 0.0, error=f"{ATTEMPTS} processes died on it; {error}")
-        return reward
+        return await self._batcher.submit((prompt, response, finish_reason))
 
-    async def _ask(self, method: str, *args: Any) -> Any:
+    async def _score(self, items: Sequence[_Item]) -> Sequence[Reward]:
+        try:
+            rewards: Sequence[Reward] = await self._ask("score", items, attempts=1 if len(items) > 1 else ATTEMPTS)
+        except GoneError as error:
+            if middle := len(items) // 2:  # one after the other, so that none dies with what is not in its half
+                return [*await self._score(items[:middle]), *await self._score(items[middle:])]
+            return [Reward(None, 0.0, error=f"{ATTEMPTS} processes died on it; {error}")]
+        return rewards
+
+    async def _ask(self, method: str, *args: Any, attempts: int = ATTEMPTS) -> Any:
         await self.start()
-        for attempt in range(ATTEMPTS):
+        for attempt in range(attempts):
             number = await self._free()
             remote = self._actors[number]
             assert remote is not None
@@ -74,7 +87,7 @@ class RayScorer(Scorer):
                 return await remote.call(method, *args)
             except GoneError as error:
                 self._lost(number, remote, error)
-                if attempt == ATTEMPTS - 1:
+                if attempt == attempts - 1:
                     raise
             finally:
                 self._load[number] -= 1
@@ -99,13 +112,13 @@ class RayScorer(Scorer):
 
     async def _replace(self, number: int) -> None:
         try:
-            self._actors[number] = await self._made(number)
-        except Exception as error:
-            self._failure = RewardError(f"reward {number}: no other process could be started: {error}")
-            self._tell(str(self._failure))
+            self._actors[number] = await self._replacing.another(number, f"reward {number}")
+        except GoneError as error:
+            self._failure = RewardError(f"reward: no process is left, and {error}")
         self._changed.set()
 
     async def close(self) -> None:
+        await self._batcher.close()
         for task in self._tasks:
             task.cancel()
         there = [remote for remote in self._actors if remote is not None]
