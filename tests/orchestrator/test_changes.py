@@ -15,7 +15,7 @@ import dapo.orchestrator.experiment
 from dapo.algorithm.objective import DapoObjective
 from dapo.commands import app
 from dapo.commands.report.content import sections_of
-from dapo.commands.report.write import as_markdown
+from dapo.util.pages import as_markdown
 from dapo.commands.ui.curves import marks
 from dapo.config.on_resume import (
     BETWEEN_STEPS,

@@ -30,7 +30,7 @@ def report(
         found = RunView.read(run)
         try:
             from dapo.commands.report.content import sections_of
-            from dapo.commands.report.write import write_report
+            from dapo.util.pages import write_report
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "matplotlib":
                 raise
