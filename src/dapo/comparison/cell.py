@@ -12,7 +12,6 @@ import json
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from dapo.comparison.curves import spent
 from dapo.comparison.folder import Cell
 from dapo.comparison.recipes import limited
-from dapo.config import Config, build_config
+from dapo.config import build_config
 from dapo.config.reading import with_values
 from dapo.config.stages import build_stage
 from dapo.errors import UserError
@@ -50,7 +49,7 @@ def main() -> None:
 
 def run(job: Mapping[str, Any], listener: PlainListener, shutdown: Shutdown) -> None:
     """Raises UserError: the cell failed; Stopped: told to stop."""
-    cell, began = Cell(Path(job["root"]), *job["cell"]), time.time()
+    cell = Cell(Path(job["cell"][0]), *job["cell"][1:])
     configs = {
         name: build_config(tree) if kind == "dapo" else build_stage(kind, tree)
         for name, (kind, tree) in job["phases"].items()
@@ -72,7 +71,7 @@ def run(job: Mapping[str, Any], listener: PlainListener, shutdown: Shutdown) -> 
     results, _ = evaluate_files(judged, listener, lambda config, found: None)
     with writing(cell.root):
         write_atomic(cell.file("answers.jsonl"), map(json_line, _answers(results)))
-        write_json(cell.file("json"), _result(cell, configs, judged, results, time.time() - began))
+        write_json(cell.file("json"), _result(results))
     for name in configs:
         shutil.rmtree(cell.folder / name / "checkpoints", ignore_errors=True)  # many times the size of the weights
 
@@ -83,21 +82,14 @@ def _answers(results: list[FileResult]) -> list[dict[str, Any]]:
     return [{"file": name, **{key: line[key] for key in kept}} for name, line in lines]
 
 
-def _result(
-    cell: Cell, configs: Mapping[str, Any], judged: Config, results: list[FileResult], seconds: float
-) -> dict[str, Any]:
+def _result(results: list[FileResult]) -> dict[str, Any]:
     """``rows``: of each row the share that is right, or where the reward does not say what is right, the reward."""
     right = all(one.evaluation.accuracy is not None for one in results)
     rows = [(one.name, row) for one in results for row in one.evaluation.as_json()["rows"] if row["verdicts"]]
     return {
-        "variant": cell.variant,
-        "seed": cell.seed,
         "metric": "accuracy" if right else "reward",
         "rows": {f"{n}:{row['row']}": row["correct"] / row["verdicts"] if right else row["reward"] for n, row in rows},
         "unscored": sum(len(one.evaluation.groups) for one in results) - len(rows),
-        "model": str(Path(judged.model.path)),
-        "seconds": round(seconds, 1),
-        "phases": list(configs),
     }
 
 

@@ -38,7 +38,7 @@ class Variant:
     def phases(self, root: Path, seed: int = 0) -> Phases:
         """As they run with ``seed`` in the folder ``root``. Raises ConfigError: with what is wrong in the recipe."""
         tree, _ = read_recipe(existing_recipe(self.recipe), self.changes)
-        stage, place = tree.get("stage"), json.dumps(str(root))
+        stage, place = str(tree.get("stage")), json.dumps(str(root))
         found: Phases
         if "phases" in tree:
             found = dict(load_phases(self.recipe, [*self.changes, f"dir={place}"])[1])

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from dapo.comparison.curves import Point, curve, spent
-from dapo.comparison.folder import Cell, Declared
+from dapo.comparison.folder import Cell, Comparison
 from dapo.comparison.recipes import BUDGETS
-from dapo.comparison.statistics import Noise, at, half, noise, paired
+from dapo.comparison.statistics import at, half, noise, paired
 from dapo.config import build_config
 from dapo.config.stages import build_stage
 from dapo.errors import UserError
-from dapo.evaluation.statistics import Estimate
 from dapo.observe.alarms import Alarms
 from dapo.observe.costs import costs, gpus_of, total
 from dapo.observe.run_view import RunView, is_run
 
 Numbers = dict[str, float | None]
+
+_COSTS: Mapping[str, tuple[str, float]] = {
+    "minutes": ("{:.2f}", 1),
+    "samples": ("{:,.0f}", 1),
+    "tokens sampled": ("{:,.0f}", 1),
+    "tokens trained": ("{:,.0f}", 1),
+    "operations": ("{:.3g} TFLOP", 1e12),
+    "seconds": ("{:,.0f}", 1),
+    "memory": ("{:.2f} GiB", 2**30),
+    "GPU memory": ("{:.1f} GiB", 2**30),
+    "GPU hours": ("{:.3g}", 1),
+}
+"""Numbers of a cell whose means are shown: how they are written, and in which unit."""
+_STABLE = ("updates skipped", "steps with alarms", "gradient spikes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +50,25 @@ class Measured:
     curve: Sequence[Point]
     numbers: Numbers
 
+    @classmethod
+    def of(cls, cell: Cell, told: Mapping[str, Any]) -> Measured:
+        """``told``: what comparison.json says of its recipe."""
+        result, phases = cell.result, told["phases"]
+        views = [RunView.read(cell.folder / name) for name in phases if is_run(cell.folder / name)]
+        metric = str(result.get("metric", "accuracy"))
+        points = curve(views, metric) if told["curve"] and len(views) == len(phases) else []
+        return cls(cell, metric, result.get("rows") or {}, result.get("failed"), points, _numbers(views))
+
     @property
     def value(self) -> float:
         return fmean(self.rows.values())
 
-
-def measure(cell: Cell, told: Mapping[str, Any]) -> Measured:
-    """``told``: what comparison.json says of its recipe."""
-    result = cell.result
-    views = [RunView.read(cell.folder / name) for name in told["phases"] if is_run(cell.folder / name)]
-    whole, metric = len(views) == len(told["phases"]), str(result.get("metric", "accuracy"))
-    points = curve(views, metric) if told["curve"] and whole else []
-    rows = result.get("rows") or {}
-    return Measured(cell, metric, rows, result.get("failed"), points, _numbers(views, result.get("seconds")))
+    def along(self, axis: str) -> tuple[list[float], list[float]]:
+        """The places of its evaluations, and the values."""
+        return [point.used[axis] for point in self.curve], [point.value for point in self.curve]
 
 
-def _numbers(views: Sequence[RunView], seconds: float | None) -> Numbers:
+def _numbers(views: Sequence[RunView]) -> Numbers:
     """Sums over the phases of a cell, and of memory the most."""
     used = [spent(view) for view in views]
     entries = [entry for view in views for entry in view.metrics if entry["step"]]
@@ -64,7 +82,7 @@ def _numbers(views: Sequence[RunView], seconds: float | None) -> Numbers:
         "tokens sampled": total(entries, "tokens/generated"),
         "tokens trained": total(entries, "tokens/trained"),
         "operations": _operations(views),
-        "seconds": seconds,
+        "seconds": sum(view.seconds or 0.0 for view in views),
         "memory": most("memory/rss"),
         "GPU memory": most("resources/gpu_memory") if any(gpus_of(view) for view in views) else None,
         "GPU hours": None if None in gpu else sum(one or 0.0 for one in gpu) / 3600,
@@ -108,139 +126,107 @@ def _spikes(view: RunView) -> int:
 class Table:
     """All cells by recipe, the first of which the others are compared with."""
 
-    declared: Declared
-    cells: Mapping[str, Sequence[Measured]] = field(default_factory=dict)
+    comparison: Comparison
+    every: Mapping[str, Sequence[Measured]]
 
     @classmethod
     def read(cls, root: Path) -> Table:
         """Raises UserError: there is no comparison in ``root``, or a run in it is damaged."""
-        declared = Declared.read(root)
-        found = [measure(cell, declared.variants[cell.variant]) for cell in declared.cells]
-        return cls(declared, {n: [one for one in found if one.cell.variant == n] for n in declared.variants})
+        found = Comparison.read(root)
+        cells = {n: [Measured.of(Cell(root, n, s), told) for s in found.seeds] for n, told in found.recipes.items()}
+        return cls(found, cells)
+
+    def __repr__(self) -> str:
+        return "\n".join("  ".join(line) for line in [["", *self.names], *self.lines()])
 
     @property
     def names(self) -> list[str]:
-        return list(self.cells)
+        return list(self.every)
+
+    @cached_property
+    def done(self) -> dict[str, list[Measured]]:
+        return {name: [one for one in cells if one.rows] for name, cells in self.every.items()}
 
     @cached_property
     def metric(self) -> str:
-        return next((one.metric for several in self.cells.values() for one in several if one.rows), "accuracy")
-
-    def done(self, name: str) -> list[Measured]:
-        return [one for one in self.cells[name] if one.rows]
+        return next((one.metric for cells in self.done.values() for one in cells), "accuracy")
 
     @cached_property
     def ends(self) -> dict[str, float]:
         """By budget the place up to which the curves of all cells that are done and have one go."""
-        curves = [one.curve for name in self.names for one in self.done(name) if one.curve]
+        curves = [one.curve for cells in self.done.values() for one in cells if one.curve]
         return {axis: min(points[-1].used[axis] for points in curves) for axis in BUDGETS} if curves else {}
 
     def values(self, axis: str | None = None) -> dict[str, list[float]]:
         """By recipe the quality of each seed: after training, or where all curves have come to on ``axis``."""
         if axis is None:
-            return {name: [one.value for one in self.done(name)] for name in self.names}
-        found: dict[str, list[float]] = {}
-        for name in self.names:
-            places = [
-                at([p.used[axis] for p in one.curve], [p.value for p in one.curve], self.ends[axis])
-                for one in self.done(name)
-            ]
-            found[name] = [place for place in places if place is not None]
-        return found
+            return {name: [one.value for one in cells] for name, cells in self.done.items()}
+        found = {name: [at(*one.along(axis), self.ends[axis]) for one in cells] for name, cells in self.done.items()}
+        return {name: [value for value in values if value is not None] for name, values in found.items()}
 
-    def rows_gain(self, name: str) -> Estimate | None:
-        """Of a recipe less the first one, over the same rows."""
-        first = self.done(self.names[0])
-        return paired([one.rows for one in first], [one.rows for one in self.done(name)])
-
-    def mean(self, name: str, number: str) -> float | None:
-        known = [value for one in self.done(name) if (value := one.numbers[number]) is not None]
-        return fmean(known) if known else None
-
-    def sum(self, name: str, number: str) -> float:
-        return sum(one.numbers[number] or 0.0 for one in self.cells[name])
+    def mean_curve(self, name: str, axis: str, points: int = 60) -> list[list[float]]:
+        """``[x, mean, lowest, highest]`` over the seeds of a recipe that have a curve, as far as all of these go."""
+        curves = [one.along(axis) for one in self.every[name] if len(one.curve) > 1]
+        if not curves:
+            return []
+        shared = np.linspace(max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves), points)
+        values = np.array([np.interp(shared, *one) for one in curves])
+        return [list(row) for row in np.stack([shared, values.mean(0), values.min(0), values.max(0)], axis=1).tolist()]
 
     def lines(self) -> list[list[str]]:
         """Label, and a text for each recipe."""
-        lines = [[f"{self.metric} after training", *self._means(self.values())], ["less the first, by seeds"]]
-        spread, values = noise(self.values().values()), self.values()
-        lines[1] += [self._less(values[self.names[0]], values[name], spread) for name in self.names]
-        lines.append(["less the first, by rows", *(self._by_rows(name) for name in self.names)])
+        names, what = self.names, f"held-out {self.metric}"
+        lines = [
+            [f"{what}, after training", *self._means(self.values())],
+            ["less the first, by seeds", *map(self._by_seeds, names)],
+            ["less the first, by rows", *map(self._by_rows, names)],
+        ]
         for axis, end in self.ends.items():
-            where = f"{end:.2f}" if axis == "minutes" else f"{end:,.0f}"
-            lines.append([f"{self.metric} at {where} {axis}", *self._means(self.values(axis))])
-        for label, form in _COSTS.items():
-            lines.append([label, *(_shown(self.mean(name, label), form) for name in self.names)])
-        for label in ("updates skipped", "steps with alarms", "gradient spikes"):
-            lines.append(
-                [label, *(f"{self.sum(n, label):,.0f} of {self.sum(n, 'steps'):,.0f} steps" for n in self.names)]
-            )
-        lines.append(["seeds done", *(f"{len(self.done(n))} of {len(self.cells[n])}" for n in self.names)])
-        lines.append(["failed", *(", ".join(f"seed {s}" for s in self._failed(n)) or "none" for n in self.names)])
-        lines.append(["needs", *(", ".join(self.declared.variants[n]["needs"]) or "nothing" for n in self.names)])
-        return lines
+            lines.append([f"{what} at {end:,.{2 * (axis == 'minutes')}f} {axis}", *self._means(self.values(axis))])
+        for label, (form, unit) in _COSTS.items():
+            known = [[v for one in cells if (v := one.numbers[label]) is not None] for cells in self.done.values()]
+            lines.append([label, *(form.format(fmean(of) / unit) if of else "-" for of in known)])
+        for label in _STABLE:
+            sums = [[sum(c.numbers[key] or 0 for c in self.every[n]) for key in (label, "steps")] for n in names]
+            lines.append([label, *(f"{count:,.0f} of {steps:,.0f} steps" for count, steps in sums)])
+        lines.append(["seeds done", *(f"{len(self.done[n])} of {len(self.every[n])}" for n in names)])
+        failed = [", ".join(f"seed {one.cell.seed}" for one in cells if one.failed) for cells in self.every.values()]
+        needs = [", ".join(told["needs"]) for told in self.comparison.recipes.values()]
+        return [*lines, ["failed", *(one or "none" for one in failed)], ["needs", *(one or "nothing" for one in needs)]]
 
     def failures(self) -> list[str]:
         """What went wrong, a line for each cell."""
-        every = [one for several in self.cells.values() for one in several]
-        return [f"{one.cell.name} failed: {one.failed}" for one in every if one.failed]
+        cells = [one for several in self.every.values() for one in several if one.failed]
+        return [f"{one.cell.name} failed: {one.failed} (see {one.cell.file('log')})" for one in cells]
 
-    def as_json(self) -> dict[str, Any]:
-        """The texts and what they are made of, cell by cell."""
-        cells = [
-            {"recipe": name, "seed": one.cell.seed, "failed": one.failed, self.metric: one.value if one.rows else None}
-            | one.numbers
-            for name in self.names
-            for one in self.cells[name]
+    def cells(self) -> list[dict[str, Any]]:
+        """What the lines are made of."""
+        found = [(one.cell, one) for several in self.every.values() for one in several]
+        return [
+            {"recipe": cell.recipe, "seed": cell.seed, "failed": one.failed}
+            | {self.metric: one.value if one.rows else None, **one.numbers}
+            for cell, one in found
         ]
-        return {"metric": self.metric, "recipes": self.names, "lines": self.lines(), "cells": cells, "ends": self.ends}
 
-    def _failed(self, name: str) -> list[int]:
-        return [one.cell.seed for one in self.cells[name] if one.failed]
+    def _text(self, value: float, sign: str = "") -> str:
+        return f"{100 * value:{sign}.1f}" if self.metric == "accuracy" else f"{value:{sign}.3f}"
 
     def _means(self, values: Mapping[str, Sequence[float]]) -> list[str]:
-        spread = noise(values.values())
-        return [_interval(of, spread, self._form) for of in values.values()]
+        spread, unit = noise(values.values()), "%" if self.metric == "accuracy" else ""
+        around = [f" ± {self._text(half(spread, len(of)))}" if spread and of else "" for of in values.values()]
+        return [self._text(fmean(v)) + unit + a if v else "-" for v, a in zip(values.values(), around, strict=True)]
 
-    @property
-    def _form(self) -> Callable[[float], str]:
-        return (lambda v: f"{100 * v:.1f}%") if self.metric == "accuracy" else (lambda v: f"{v:.3f}")
-
-    def _less(self, first: Sequence[float], other: Sequence[float], spread: Noise | None) -> str:
-        if first is other or not first or not other:
+    def _by_seeds(self, name: str) -> str:
+        values = self.values()
+        first, other, spread = values[self.names[0]], values[name], noise(values.values())
+        if name == self.names[0] or not first or not other:
             return ""
-        scale, digits = (100, 1) if self.metric == "accuracy" else (1, 3)
-        text = f"{scale * (fmean(other) - fmean(first)):+.{digits}f}"
-        return text + (f" ± {scale * half(spread, len(first), len(other)):.{digits}f}" if spread else "")
+        around = f" ± {self._text(half(spread, len(first), len(other)))}" if spread else ""
+        return self._text(fmean(other) - fmean(first), "+") + around
 
     def _by_rows(self, name: str) -> str:
-        gain = None if name == self.names[0] else self.rows_gain(name)
-        if gain is None:
-            return ""
-        scale, digits = (100, 1) if self.metric == "accuracy" else (1, 3)
-        value, *ends = (None if v is None else f"{scale * v:+.{digits}f}" for v in (gain.value, gain.low, gain.high))
-        return f"{value} ({ends[0]} to {ends[1]})" if None not in ends else f"{value}"
-
-
-_COSTS: Mapping[str, Callable[[float], str]] = {
-    "minutes": lambda v: f"{v:.2f}",
-    "samples": lambda v: f"{v:,.0f}",
-    "tokens sampled": lambda v: f"{v:,.0f}",
-    "tokens trained": lambda v: f"{v:,.0f}",
-    "operations": lambda v: f"{v:.2e} FLOP",
-    "seconds": lambda v: f"{v:,.0f}",
-    "memory": lambda v: f"{v / 2**30:.2f} GiB",
-    "GPU memory": lambda v: f"{v / 2**30:.1f} GiB",
-    "GPU hours": lambda v: f"{v:.3g}",
-}
-"""Means over the seeds that are done: what a line is of, and how it is written."""
-
-
-def _shown(value: float | None, form: Callable[[float], str]) -> str:
-    return "-" if value is None else form(value)
-
-
-def _interval(values: Sequence[float], spread: Noise | None, form: Callable[[float], str]) -> str:
-    if not values:
-        return "-"
-    return form(fmean(values)) + (f" ± {form(half(spread, len(values)))}" if spread else "")
+        first, other = ([one.rows for one in self.done[n]] for n in (self.names[0], name))
+        gain = None if name == self.names[0] else paired(first, other)
+        if gain is None or gain.low is None or gain.high is None:
+            return "" if gain is None else self._text(gain.value, "+")
+        return f"{self._text(gain.value, '+')} ({self._text(gain.low, '+')} to {self._text(gain.high, '+')})"

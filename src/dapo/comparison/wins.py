@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapo.comparison.folder import Cell, Declared
+from dapo.comparison.folder import Cell, Comparison
 from dapo.config import JudgeReward, RewardConfig, load_reward
 from dapo.errors import UserError
 from dapo.evaluation.statistics import Estimate, estimate_means
@@ -30,31 +28,13 @@ WINS = "wins.json"
 Answer = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Of ``other`` against ``first`` on one prompt: 1 it is better, 0 worse, 1/2 neither; None: not known.
-    ``places``: of each order in which a judge saw them, its grade of the answer that came first, from -1 to 1."""
+    ``places``: in each order in which a judge saw them, its grade of what came first, from -1 to 1."""
 
     row: str
     won: float | None
     places: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Wins:
-    """Of ``other`` against ``first``, over prompts. ``rate``: ties count half; with the bootstrap over prompts, whose
-    seeds are averaged. ``first_place``: how often a judge preferred what it saw first, ties left out; ``swayed``: the
-    share of pairs in which it said otherwise once they were swapped, which are ties."""
-
-    first: str
-    other: str
-    wins: int
-    ties: int
-    losses: int
-    failed: int
-    rate: Estimate | None
-    first_place: float | None = None
-    swayed: float | None = None
 
 
 def answers_of(cell: Cell) -> dict[str, Answer]:
@@ -67,45 +47,43 @@ def answers_of(cell: Cell) -> dict[str, Answer]:
         raise UserError(f"{path}: cannot be read: {error}") from None
 
 
-def count(first: str, other: str, verdicts: Sequence[Verdict]) -> Wins:
-    known = [one for one in verdicts if one.won is not None]
+def count(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """``wins``, ``ties`` and ``losses``, and pairs that ``failed``; ``rate`` with ``low`` and ``high``: a tie is half a
+    win, the seeds of a prompt are averaged, bootstrap over prompts. Of a judge ``first_place``: how often it preferred
+    what it saw first, and ``swayed``: the share of pairs in which it preferred the same place in both orders."""
+    known = [(row, won, places) for row, won, places in verdicts if won is not None]
     rows: dict[str, list[float]] = {}
-    for one in known:
-        rows.setdefault(one.row, []).append(float(one.won or 0.0))
-    values = np.array([[fmean(won)] for won in rows.values()])
-    rate = estimate_means(values, [True])[0] if rows else None
-    both = [one.places for one in known if one.places]
-    preferred = [place for places in both for place in places if place]
-    swayed = fmean(a * b > 0 for a, b in both) if both else None  # the same place, and so another answer
-    place = fmean(one > 0 for one in preferred) if preferred else None
-    won = [sum(one.won == value for one in known) for value in (1.0, 0.5, 0.0)]
-    return Wins(first, other, *won, len(verdicts) - len(known), rate, place, swayed)
+    for row, won, _ in known:
+        rows.setdefault(row, []).append(won)
+    means = np.array([[fmean(won)] for won in rows.values()])
+    rate = estimate_means(means, [True])[0] if rows else Estimate(float("nan"))
+    both = [places for _, _, places in known if places]
+    preferred = [grade > 0 for places in both for grade in places if grade]
+    return {
+        **{name: sum(w == v for _, w, _ in known) for name, v in (("wins", 1.0), ("ties", 0.5), ("losses", 0.0))},
+        **{"failed": len(verdicts) - len(known), "rate": rate.value, "low": rate.low, "high": rate.high},
+        "first_place": fmean(preferred) if preferred else None,
+        "swayed": fmean(a * b > 0 for a, b in both) if both else None,
+    }
 
 
-def judge(root: Path, reward: str, changes: Sequence[str] = (), tell: Callable[[str], object] = print) -> list[Wins]:
+def judge(root: Path, reward: str, tell: Callable[[str], object]) -> None:
     """Compare each recipe's answers with those of the first one, seed by seed, and write wins.json.
     ``reward``: a recipe whose reward is the judge, a reward model or any other.
     Raises UserError: it cannot be read or reached, or there are no answers of two recipes."""
-    config, declared = load_reward(reward, changes), Declared.read(root)
-    if isinstance(config, JudgeReward) and config.rubric is None:
-        rubric = resources.files("dapo.reward.judge").joinpath("pair.jinja")
-        config = config.model_copy(update={"rubric": str(rubric)})
-    first, *others = declared.variants
-    seeds: Sequence[int] = declared.tree["seeds"]
-    pairs = {
-        other: [(answers_of(Cell(root, first, seed)), answers_of(Cell(root, other, seed))) for seed in seeds]
-        for other in others
-    }
-    wanted = {
-        other: [(row, a[row], b[row]) for a, b in found for row in a if row in b] for other, found in pairs.items()
-    }
-    if not any(wanted.values()):
+    config, comparison = load_reward(reward), Comparison.read(root)
+    first, *others = comparison.recipes
+    pairs: dict[str, list[tuple[str, Answer, Answer]]] = {other: [] for other in others}
+    for other, seed in ((other, seed) for other in others for seed in comparison.seeds):
+        a, b = (answers_of(Cell(root, name, seed)) for name in (first, other))
+        pairs[other] += [(row, a[row], b[row]) for row in a if row in b]
+    if not any(pairs.values()):
         raise UserError(f"{root}: there are no answers of {first} and another recipe with the same seed yet")
-    tell(f"{config.kind} compares {sum(map(len, wanted.values())):,} pairs of answers")
-    found = run_async(lambda: _compare(config, first, wanted))
+    tell(f"{config.kind} compares {sum(map(len, pairs.values())):,} pairs of answers")
+    verdicts = run_async(lambda: _compare(config, pairs))
+    found = [{"by": config.kind, "first": first, "other": n, **count(of)} for n, of in verdicts.items() if of]
     with writing(root / WINS):
-        write_json(root / WINS, [{"by": config.kind, **_plain(one)} for one in found])
-    return found
+        write_json(root / WINS, found)
 
 
 def read_wins(root: Path) -> list[dict[str, Any]]:
@@ -115,48 +93,37 @@ def read_wins(root: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _plain(wins: Wins) -> dict[str, Any]:
-    names = ("first", "other", "wins", "ties", "losses", "failed", "first_place", "swayed")
-    rate = wins.rate
-    ends = {"rate": rate and rate.value, "low": rate and rate.low, "high": rate and rate.high}
-    return {name: getattr(wins, name) for name in names} | ends
-
-
-async def _compare(
-    config: RewardConfig, first: str, wanted: Mapping[str, Sequence[tuple[str, Answer, Answer]]]
-) -> list[Wins]:
-    scorer = make_scorer(config)
+async def _compare(config: RewardConfig, pairs: Mapping[str, Sequence[Any]]) -> dict[str, list[Verdict]]:
+    scorer, found = make_scorer(config), {}
     one = _in_both_orders if isinstance(config, JudgeReward) else _one_by_one
     try:
         await scorer.start()
-        return [
-            count(first, other, await asyncio.gather(*(one(scorer, *pair) for pair in pairs)))
-            for other, pairs in wanted.items()
-            if pairs
-        ]
+        for other, several in pairs.items():
+            found[other] = await asyncio.gather(*(one(scorer, *pair) for pair in several))
     finally:
         await scorer.close()
+    return found
 
 
 async def _in_both_orders(scorer: Scorer, row: str, first: Answer, other: Answer) -> Verdict:
     """An answer wins if it is preferred in both places; a judge that prefers a place prefers neither answer."""
-    orders = [(other, first), (first, other)]
-    asked = (scorer.score(_prompt(a, other=b["response"]), a["response"]) for a, b in orders)
-    seen = await asyncio.gather(*asked)
-    if any(one.error is not None for one in seen):
+    grades = await _scores(scorer, (_prompt(other, first), other), (_prompt(first, other), first))
+    if grades is None:
         return Verdict(row, None)
-    shown_first, swapped = (one.value for one in seen)
-    won = 1.0 if shown_first > 0 > swapped else 0.0 if shown_first < 0 < swapped else 0.5
-    return Verdict(row, won, (shown_first, swapped))
+    a, b = grades
+    return Verdict(row, 1.0 if a > 0 > b else 0.0 if a < 0 < b else 0.5, (a, b))
 
 
 async def _one_by_one(scorer: Scorer, row: str, first: Answer, other: Answer) -> Verdict:
-    seen = await asyncio.gather(*(scorer.score(_prompt(one), one["response"]) for one in (other, first)))
-    if any(one.error is not None for one in seen):
-        return Verdict(row, None)
-    gain = seen[0].value - seen[1].value
-    return Verdict(row, 0.5 + 0.5 * ((gain > 0) - (gain < 0)))
+    scores = await _scores(scorer, (_prompt(other), other), (_prompt(first), first))
+    return Verdict(row, None if scores is None else 0.5 + 0.5 * ((scores[0] > scores[1]) - (scores[0] < scores[1])))
 
 
-def _prompt(answer: Answer, **meta: str) -> Prompt:
+async def _scores(scorer: Scorer, *asked: tuple[Prompt, Answer]) -> list[float] | None:
+    found = await asyncio.gather(*(scorer.score(prompt, answer["response"]) for prompt, answer in asked))
+    return None if any(one.error is not None for one in found) else [one.value for one in found]
+
+
+def _prompt(answer: Answer, compared_with: Answer | None = None) -> Prompt:
+    meta = {} if compared_with is None else {"compared_with": compared_with["response"]}
     return Prompt(int(answer["row"]), str(answer["prompt"]), (), answer.get("gold"), meta)

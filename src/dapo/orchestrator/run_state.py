@@ -49,10 +49,11 @@ class RunState:
         """The budget with the present step, from the commit before; evaluation and writing left out."""
         assert self.step is not None
         seconds = step_seconds(self.step.seconds or self.spans.seconds)
-        if (rollout := self.step.rollout) is not None:
-            return self.budget.after(seconds, rollout.stats.samples, rollout.stats.tokens)
-        rows, tokens = getattr(self.budget.config, "rows_per_update", 0), sum(r.tokens for r in self.step.reports)
-        return self.budget.after(seconds, rows, tokens)  # of a stage
+        stats = getattr(self.step.rollout, "stats", None)
+        if stats is None:  # of a stage
+            rows = getattr(self.budget.config, "rows_per_update", 0)
+            return self.budget.after(seconds, rows, sum(report.tokens for report in self.step.reports))
+        return self.budget.after(seconds, stats.samples, stats.tokens)
 
     def commit(self, after: Budget) -> None:
         """The step's metrics and samples are written: it is done, and ``after`` is what is left."""

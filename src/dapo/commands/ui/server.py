@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from dapo.commands.ui import curves, playground, queries, samples
+from dapo.commands.ui import comparison, curves, playground, queries, samples
 from dapo.commands.ui.answering import Answerer
 from dapo.commands.ui.guard import Guard
 from dapo.commands.ui.live import PERIOD, Live, LiveResponse
@@ -62,6 +62,7 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
     app.add_middleware(Guard, token=token)
     app.include_router(router)
     app.include_router(samples.router)
+    app.include_router(comparison.router)
     playground.add_to(app, Answerer())
 
     @app.get("/api/events")
