@@ -37,43 +37,50 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    job = json.load(sys.stdin)
-    with Shutdown() as shutdown:
-        try:
-            run(job, PlainListener(), shutdown)
-        except (Stopped, KeyboardInterrupt):
-            sys.exit(RESUMABLE)
-        except UserError as error:
-            sys.exit(f"error: {error}")
+    try:
+        run(json.load(sys.stdin), PlainListener())
+    except (Stopped, KeyboardInterrupt):
+        sys.exit(RESUMABLE)
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
-def run(job: Mapping[str, Any], listener: PlainListener, shutdown: Shutdown) -> None:
-    """Raises UserError: the cell failed; Stopped: told to stop."""
+def run(job: Mapping[str, Any], listener: PlainListener) -> None:
+    """Raises UserError: the cell failed; Stopped or KeyboardInterrupt: told to stop."""
     cell = Cell(Path(job["cell"][0]), *job["cell"][1:])
     configs = {
         name: build_config(tree) if kind == "dapo" else build_stage(kind, tree)
         for name, (kind, tree) in job["phases"].items()
     }
-    for folder in (cell.folder / name for name in configs):
-        if folder.is_dir() and not is_run(folder) and not (len(configs) > 1 and folder == cell.folder):
-            shutil.rmtree(folder)  # killed before it was one
-    *before, last = configs
-    if before:  # they run as they say, and count; the last one has what is left
-        run_phases(cell.folder, {name: configs[name] for name in before}, listener, True, shutdown)
-        key, amount = job["budget"]
-        used = sum(spent(RunView.read(cell.folder / name))[key] for name in before)
-        if used >= amount:
-            raise UserError(f"the phases before {last} used {used:g} {key} of {amount:g}: nothing is left for {last}")
-        configs[last] = limited(configs[last], key, amount - used)
-    run_phases(cell.folder, configs, listener, True, shutdown)
-    model = find_model(str(cell.folder / last)).path
-    judged = with_values(build_config(job["judged"]), {"model.path": model, "evaluation.every": 0})
-    results, _ = evaluate_files(judged, listener, lambda config, found: None)
+    with Shutdown() as shutdown:
+        _train(cell, configs, job["budget"], listener, shutdown)
+    model = find_model(str(cell.folder / list(configs)[-1])).path
+    judged = with_values(build_config(job["judged"]), {"model.path": model})
+    with Shutdown():
+        results, _ = evaluate_files(judged, listener, lambda config, found: None)
     with writing(cell.root):
         write_atomic(cell.file("answers.jsonl"), map(json_line, _answers(results)))
         write_json(cell.file("json"), _result(results))
     for name in configs:
         shutil.rmtree(cell.folder / name / "checkpoints", ignore_errors=True)  # many times the size of the weights
+
+
+def _train(
+    cell: Cell, configs: dict[str, Any], budget: tuple[str, float], listener: PlainListener, shutdown: Shutdown
+) -> None:
+    """Phases before the last one run as they say, and count; the last one has what is left of the budget."""
+    for folder in (cell.folder / name for name in configs):
+        if folder.is_dir() and not is_run(folder):
+            shutil.rmtree(folder)  # killed before it was one
+    *before, last = configs
+    if before:
+        run_phases(cell.folder, {name: configs[name] for name in before}, listener, True, shutdown)
+        key, amount = budget
+        used = sum(spent(RunView.read(cell.folder / name))[key] for name in before)
+        if used >= amount:
+            raise UserError(f"the phases before {last} used {used:g} {key} of {amount:g}: nothing is left for {last}")
+        configs[last] = limited(configs[last], key, amount - used)
+    run_phases(cell.folder, configs, listener, True, shutdown)
 
 
 def _answers(results: list[FileResult]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from dapo.evaluation.votes import read_votes, tallies
 from dapo.util.differences import shown
 from dapo.util.files import write_atomic, write_json, writing
 from dapo.util.pages import Block, Plot, Rows, Section, Text, as_markdown, write_report
+from dapo.util.terminal import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +57,7 @@ def win_lines(table: Table) -> list[list[str]]:
         share = tally.share
         rate = "-" if share is None else _rate(share.value, share.low, share.high)
         counts = [str(n) for n in (tally.second, tally.ties + tally.both_bad, tally.first, 0)]
-        rows.append([f"{tally.voters} voters", *tally.models, *counts, rate, ""])
+        rows.append([counted(tally.voters, "voter"), *tally.models, *counts, rate, ""])
     return rows
 
 

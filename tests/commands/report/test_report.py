@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 from dapo.commands import app
 from dapo.commands.report import figures
 from dapo.commands.report.content import sections_of
-from dapo.observe.costs import costs, gains, gpus_of
 from dapo.commands.report.extremes import extremes
-from dapo.util.pages import Answer, Code, Section, Text, as_html, as_markdown, write_report
+from dapo.observe.costs import costs, gains, gpus_of
 from dapo.observe.index import SampleIndex
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.records import Reward
+from dapo.util.pages import Answer, Code, Section, Text, as_html, as_markdown, write_report
 from stored_run import RIGHT, WRONG, group, stored_run
 
 HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>\n````\n# heading"

@@ -16,7 +16,7 @@ export async function mount(element, api) {
     for (const [axis, curves] of Object.entries(found.curves)) {
       if (!charts.has(axis)) charts.set(axis, new LineChart({ title: `held-out ${found.metric} by ${axis}`, format: found.metric === "accuracy" ? percent : number }));
       const chart = charts.get(axis);
-      chart.xName = axis;
+      [chart.xName, chart.named] = [axis, true];
       chart.set(found.recipes.map((name, at) => ({ name, colour: COLOURS[at % COLOURS.length], points: curves[name],
         band: curves[name].map(([x, , low, high]) => [x, low, high]) })), 0);
     }
