@@ -15,7 +15,7 @@ from dapo.comparison.folder import Comparison, declare
 from dapo.comparison.recipes import Variant, named_variants, needs
 from dapo.comparison.statistics import at, half, noise, paired
 from dapo.comparison.table import Table
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, UserError
 from dapo.evaluation.votes import Shown, Vote, add_vote
 
 TWO = {"a": Variant("a.yaml"), "b": Variant("a.yaml", ("algorithm.clip_ratio_high=0.2",))}
@@ -87,11 +87,12 @@ def test_phases_and_stages_are_compared_with_runs_by_where_they_begin(here: Path
         ({"seeds": [1, 1]}, "different whole numbers"),
         ({"seeds": []}, "different whole numbers"),
         ({"variants": {"a": Variant("a.yaml")}}, "two recipes at least"),
+        ({"variants": {n: Variant("a.yaml", ("model.path=./none",)) for n in "ab"}}, r"\./none: no such folder"),
         ({"variants": {"a": Variant("a.yaml"), "b": Variant("none.yaml")}}, "none.yaml: cannot read the recipe"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_written(here: Path, others: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         declared(**others)
     assert not (here / "out").exists()
 

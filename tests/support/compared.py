@@ -48,6 +48,8 @@ PHASES = {
 
 def write_recipes(folder: Path, model: bool = False) -> None:
     """a.yaml, dpo.yaml and phases.yaml with their rows; ``model``: and the model."""
+    for name in ("tiny", "large"):
+        (folder / name).mkdir()
     if model:
         tiny_model().save_pretrained(folder / "tiny")
         TOKENIZER.save_pretrained(folder / "tiny")

@@ -48,6 +48,7 @@ def compare(
 
     Each recipe and seed is a run in FOLDER. The same command goes on where it was stopped; what is done stays.
     """
+    failed = False
     with errors_for_people(debug, output_is_result=False):
         from dapo.api.compare import compare as compare_recipes
         from dapo.commands.train import stopped_by_signals
@@ -85,6 +86,7 @@ def compare(
                     judge=judge,
                     listener=listener,
                 )
+            failed = bool(table.failures())
         with suppress(ImportError):  # there may be no matplotlib
             write_pages(table)
         if not quiet:
@@ -92,6 +94,8 @@ def compare(
             _print(WIN_HEADER, win_lines(table))
             for text in (*table.failures(), f"table and curves: {table.comparison.root}"):
                 Terminal().print(text, markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _numbers(seeds: str) -> list[int]:

@@ -24,6 +24,7 @@ from dapo.config import Config, load_config
 from dapo.config.plan import require_files
 from dapo.config.secrets import redact
 from dapo.errors import ConfigError, UserError
+from dapo.model.hub import require_at_hand
 from dapo.util.differences import differences
 from dapo.util.files import read_json, write_json, writing
 
@@ -110,13 +111,17 @@ def declare(
     given = {key: amount for key, amount in budget.items() if amount is not None}
     if len(given) != 1 or min(given.values()) <= 0:
         said = ", ".join(f"{key} {amount:g}" for key, amount in given.items()) or "none"
-        raise ConfigError(f"one budget is needed, the same for all: {', '.join(BUDGETS)} (given: {said})")
+        raise ConfigError(
+            f"one budget is needed, the same for all: {', '.join(BUDGETS)}; such as --minutes 10 (given: {said})"
+        )
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise ConfigError(f"seeds: expected different whole numbers from 0 up, such as 1,2,3; got {list(seeds)}")
     if len(variants) < 2:
         raise ConfigError("two recipes at least are needed to compare them")
     phases = {name: variant.phases(root / name) for name, variant in variants.items()}
     require_alike(phases, allowed)
+    for of in phases.values():
+        require_at_hand("model.path:", next(iter(of.values())).model.path)
     runs = [load_config(evaluation)] if evaluation else map(run_of, phases.values())
     judged = next((run for run in runs if run is not None and run.evaluation.data), None)
     if judged is None:
