@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,54 +48,49 @@ def compare(
 
     Each recipe and seed is a run in FOLDER. The same command goes on where it was stopped; what is done stays.
     """
-    failed = False
     with errors_for_people(debug, output_is_result=False):
-        from dapo.api.compare import compare as compare_recipes
-        from dapo.commands.train import stopped_by_signals
-        from dapo.comparison.folder import is_comparison
-        from dapo.comparison.pages import WIN_HEADER, win_lines, write_pages, write_tables
-        from dapo.comparison.table import Table
-        from dapo.comparison.wins import judge as judge_answers
-        from dapo.observe.progress import QuietListener, make_listener
+        budget = {"minutes": minutes, "samples": samples, "tokens": tokens}
+        options = {"only": only or (), "allow": allow or (), "evaluation": evaluation}
+        if _compare(words, out, seeds, budget, options, judge, quiet):
+            raise typer.Exit(1)  # a cell failed
 
-        listener = QuietListener() if quiet else make_listener()
-        if len(words) == 1 and is_comparison(Path(words[0])):
-            root = Path(words[0])
-            if (minutes, samples, tokens) != (None, None, None):
-                raise ConfigError(f"{root}: is read as it is; to go on with a comparison name its recipes")
-            if judge is not None:
-                judge_answers(root, judge, listener.phase)
-            table = Table.read(root)
-            write_tables(table)
-        else:
-            changes = [word for word in words if is_setting(word) and ".yaml" not in word]
-            recipes = [word for word in words if word not in changes]
-            with stopped_by_signals(again="the same command") as shutdown:
-                shutdown.run = out
-                table = compare_recipes(
-                    recipes,
-                    changes,
-                    minutes=minutes,
-                    samples=samples,
-                    tokens=tokens,
-                    seeds=_numbers(seeds),
-                    out=out,
-                    only=only or (),
-                    allow=allow or (),
-                    evaluation=evaluation,
-                    judge=judge,
-                    listener=listener,
-                )
-            failed = bool(table.failures())
-        with suppress(ImportError):  # there may be no matplotlib
-            write_pages(table)
-        if not quiet:
-            _print(("", *table.names), table.lines())
-            _print(WIN_HEADER, win_lines(table))
-            for text in (*table.failures(), f"table and curves: {table.comparison.root}"):
-                Terminal().print(text, markup=False, highlight=False, soft_wrap=True)
-    if failed:
-        raise typer.Exit(1)
+
+def _compare(
+    words: list[str], out: Path, seeds: str, budget: dict[str, Any], options: Any, judge: str | None, quiet: bool
+) -> bool:
+    """Run, or read, and print the table. Whether a cell failed."""
+    from dapo.api.compare import compare as compare_recipes
+    from dapo.commands.train import stopped_by_signals
+    from dapo.comparison.folder import is_comparison
+    from dapo.comparison.pages import WIN_HEADER, win_lines, write_pages, write_tables
+    from dapo.comparison.table import Table
+    from dapo.comparison.wins import judge as judge_answers
+    from dapo.observe.progress import QuietListener, make_listener
+
+    listener = QuietListener() if quiet else make_listener()
+    if len(words) == 1 and is_comparison(Path(words[0])):
+        root = Path(words[0])
+        if any(amount is not None for amount in budget.values()):
+            raise ConfigError(f"{root}: is read as it is; to go on with a comparison name its recipes")
+        if judge is not None:
+            judge_answers(root, judge, listener.phase)
+        table = Table.read(root)
+        write_tables(table)
+    else:
+        changes = [word for word in words if is_setting(word) and ".yaml" not in word]
+        recipes = [word for word in words if word not in changes]
+        with stopped_by_signals(again="the same command") as shutdown:
+            shutdown.run = out
+            options |= budget | {"seeds": _numbers(seeds), "out": out, "judge": judge}
+            table = compare_recipes(recipes, changes, listener=listener, **options)
+    with suppress(ImportError):  # there may be no matplotlib
+        write_pages(table)
+    if not quiet:
+        _print(("", *table.names), table.lines())
+        _print(WIN_HEADER, win_lines(table))
+        for text in (*table.failures(), f"table and curves: {table.comparison.root}"):
+            Terminal().print(text, markup=False, highlight=False, soft_wrap=True)
+    return bool(table.failures()) and len(words) > 1
 
 
 def _numbers(seeds: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +61,9 @@ def named_variants(words: Sequence[str], changes: Sequence[str] = ()) -> dict[st
     Raises ConfigError: two are the same."""
     found: dict[str, Variant] = {}
     for word in words:
-        first, *own = word.split()
+        first, *own = [word] if Path(word).is_file() else shlex.split(word)
         name, _, recipe = first.rpartition("=") if re.match(r"[\w-]+=[^=]+\.ya?ml$", first) else ("", "", first)
-        tags = [
-            re.sub(r"[^\w.-]+", "-", f"{one.partition('=')[0].rpartition('.')[2]}-{one.partition('=')[2]}")
-            for one in own
-        ]
+        tags = [re.sub(r"^[\w.]*\.(?=\w+=)|[^\w.]+", "-", one).strip("-") for one in own]
         name = name or "-".join([Path(recipe).stem, *tags])
         if name in found:
             raise ConfigError(
