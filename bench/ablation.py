@@ -1,42 +1,37 @@
-"""The paper's Table 1 in small: cells declared in recipes/ablation/cells.yaml, filled one by one into docs/ablation.
+"""The paper's Table 1 in small: cells declared in recipes/ablation/cells.yaml, run by ``dapo.compare``, filled one by
+one into docs/ablation, and compared as that file declares.
 
-usage: python bench/ablation.py run TABLE [--until SECONDS] [--only CELL ...] [--out FOLDER] [--set KEY=VALUE ...]
+usage: python bench/ablation.py run TABLE [--only CELL ...] [--out FOLDER] [--set KEY=VALUE ...]
        python bench/ablation.py table TABLE [--plots FOLDER]
 
-``run`` fills missing cells in their order, each in a process of its own: what is lost with a machine is the cell under
-way. Several may run beside each other (one a GPU, by ``CUDA_VISIBLE_DEVICES``): a cell is claimed by a lock. With
-``--until`` (seconds since 1970) none begins that would end later. A cell is over when its last evaluation is in
-metrics.jsonl: its weights are not kept, so nobody waits for them. A cell that fails is named and left for another call.
-``table`` compares what is filled, as cells.yaml declares.
+``run`` fills missing cells in their order. Several may run beside each other (one a GPU, by ``CUDA_VISIBLE_DEVICES``).
+A cell that fails is named and left for another call. ``dapo report FOLDER`` has what else is known of the runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import math
-import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import yaml
 
+import dapo
+from dapo.comparison import statistics
+from dapo.comparison.statistics import half
 from dapo.config import load_config
 from dapo.observe.metrics import read_metrics
-from dapo.observe.progress import PlainListener
-from dapo.util.files import write_atomic
-from runner import HERE, Report, run_side
-from work import measure_limits
+from dapo.util.files import read_json, write_atomic
 
+HERE = Path(__file__).parent
 DECLARED = HERE.parent / "recipes" / "ablation" / "cells.yaml"
 RESULTS = HERE.parent / "docs" / "ablation"
 _KEPT = """accuracy=accuracy entropy=entropy length=response_length/mean truncated=response_length/truncated
@@ -46,8 +41,6 @@ _KEPT = """accuracy=accuracy entropy=entropy length=response_length/mean truncat
 STEP = dict(pair.split("=") for pair in _KEPT.split())
 """What a cell's file keeps of each rollout step, and the metric it comes from."""
 EVALUATION = ("accuracy", "accuracy_low", "accuracy_high", "truncated", "no_answer", "lenient", "response_length")
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t for 95%, by degrees of freedom from 1; for more of them the last one, which is a little wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +73,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("command", choices=["run", "table"])
     add("table", help="of cells.yaml, such as gsm8k")
-    add("--until", type=float, default=math.inf, help="no cell begins that would end after this time")
     add("--only", nargs="+", metavar="CELL", help="such as gsm8k-naive-seed1")
     add("--commit", help="to record, where the code does not lie in its git repository")
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="where things lie, such as model.path=FOLDER")
     add("--plots", type=Path, help="folder for the plots (needs dapo-rl[report])")
     add("--declared", type=Path, default=DECLARED, help="file of the cells")
     add("--results", type=Path, default=RESULTS, help="folder of the results (docs/ablation)")
-    add("--out", type=Path, default=Path("runs/ablation"), help="folder of the runs")
-    parser.set_defaults(peer_path=None, keep=False)
+    add("--out", type=Path, default=Path("runs/ablation"), help="folder of the comparisons")
     return parser.parse_args(arguments)
 
 
@@ -108,75 +99,32 @@ def declared(file: Path, table: str) -> list[Cell]:
 
 def run(options: argparse.Namespace) -> list[str]:
     """Fill missing cells one after the other; the names of those filled."""
-    longest, filled = 0.0, []
-    options.out.mkdir(parents=True, exist_ok=True)
+    cells, filled = declared(options.declared, options.table), []
+    recipes = {cell.variant: (cell.recipe, dict(cell.settings)) for cell in cells}
+    seeds = list(dict.fromkeys(cell.seed for cell in cells))
+    minutes = load_config(cells[0].recipe, options.set).training.minutes
     options.results.mkdir(parents=True, exist_ok=True)
-    for cell in declared(options.declared, options.table):
-        if options.only and cell.name not in options.only:
+    for cell in cells:
+        file, name = cell.file(options.results), f"{cell.variant}-seed-{cell.seed}"
+        if file.exists() or (options.only and cell.name not in options.only):
             continue
-        with (options.out / f"{cell.name}.lock").open("w") as lock:  # let go of by whoever is killed, too
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue
-            if cell.file(options.results).exists():
-                continue
-            if time.time() + (longest or cell.limit_s) > options.until:
-                print(f"{time.ctime()} {cell.name}: not begun, there is no time left for it", flush=True)
-                break
-            if seconds := attempt(cell, options):
-                longest = max(longest, seconds)
-                filled.append(cell.name)
+        out = options.out / options.table
+        found = dapo.compare(recipes, options.set, minutes=minutes, seeds=seeds, out=out, only=[name])
+        if any(one.cell.name == name for one in found.done[cell.variant]):
+            write_atomic(file, [written(result(cell, out / name, options.commit)) + "\n"])
+            filled.append(cell.name)
     return filled
 
 
-def attempt(cell: Cell, options: argparse.Namespace) -> float | None:
-    """Run a cell and write its result; the seconds it took, or None if it did not come to its end."""
-    folder, began = options.out / cell.name, time.time()
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
-    job = {"do": "ablation:train", "declared": str(options.declared), "table": cell.table, "cell": cell.name}
-    limited = argparse.Namespace(**{**vars(options), "patience": cell.limit_s})
-    side = run_side(limited, cell.name, job | {"folder": str(folder), "set": options.set})
-    seconds = time.time() - began
-    if not side.of("done"):
-        print(f"{time.ctime()} {cell.name}: did not come to its end in {seconds:.0f} s", flush=True)
-        return None
-    for name in ("model-before", "model-after", "checkpoints"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-    result = {
+def result(cell: Cell, folder: Path, commit: str | None) -> dict[str, Any]:
+    """What is kept of the run in ``folder``."""
+    environment = read_json(folder / "environment.json")
+    return {
         **{"cell": cell.name, "variant": cell.variant, "seed": cell.seed, "settings": dict(cell.settings)},
-        **{"date": time.strftime("%Y-%m-%d"), "commit": options.commit or (environment["git"] or {}).get("commit")},
-        "card": side.first("limits"),
+        **{"date": time.strftime("%Y-%m-%d"), "commit": commit or (environment["git"] or {}).get("commit")},
         "versions": {"python": environment["python"], **environment["packages"]},
-        "seconds": round(seconds, 1),
         **curves(folder),
     }
-    write_atomic(cell.file(options.results), [written(result) + "\n"])
-    last = result["evaluations"]
-    what = f"{last['accuracy'][-1]:.1%} after {last['minutes'][-1]:.2f} minutes, {seconds:.0f} s in all"
-    print(f"{time.ctime()} {cell.name}: {what}", flush=True)
-    return seconds
-
-
-def train(job: dict[str, Any], report: Report) -> None:
-    """Train one cell, in a process of its own, which ends with the last evaluation."""
-    from dapo.model.placement import device_of
-    from dapo.orchestrator.launch import run_experiment
-
-    cell = next(c for c in declared(Path(job["declared"]), job["table"]) if c.name == job["cell"])
-    own = {**cell.settings, "seed": cell.seed, "run.dir": job["folder"]}
-    config = load_config(cell.recipe, [*(f"{k}={json.dumps(v, default=str)}" for k, v in own.items()), *job["set"]])
-    report.say("limits", **asdict(measure_limits(device_of(config).type)))
-
-    class Ending(PlainListener):
-        def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
-            super().evaluated(name, metrics)
-            if name == "after training":  # what would follow is weights that are not kept
-                report.say("done")
-                os._exit(0)
-
-    run_experiment(config, Ending())
 
 
 def curves(folder: Path) -> dict[str, Any]:
@@ -223,19 +171,11 @@ def read_results(options: argparse.Namespace) -> Results:
     return {variant: group for variant, group in found.items() if group}
 
 
-def noise(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
-    """The standard deviation between seeds, pooled over variants, and its degrees of freedom."""
-    known = [group for group in groups if len(group) > 1]
-    freedom = sum(len(group) - 1 for group in known)
-    if not freedom:
+def noise(groups: Iterable[Sequence[float]]) -> statistics.Noise:
+    found = statistics.noise(groups)
+    if found is None:
         raise SystemExit("error: no variant has two seeds yet, so there is nothing to say about noise")
-    return math.sqrt(sum((len(group) - 1) * variance(group) for group in known) / freedom), freedom
-
-
-def half(found: tuple[float, int], *counts: int) -> float:
-    """Half of the 95% interval of the mean of so many seeds, or of the difference of two such means."""
-    deviation, freedom = found
-    return T_95[min(freedom, len(T_95)) - 1] * deviation * math.sqrt(sum(1 / count for count in counts))
+    return found
 
 
 def compare(options: argparse.Namespace) -> list[str]:

@@ -132,3 +132,20 @@ def test_a_rollout_that_was_broken_off_has_taken_its_time(tmp_path: Path) -> Non
     run(tmp_path, changes, reward=breaks_off, resume=RunFolder(tmp_path))
     times = [step["time/training"] for step in steps_of(tmp_path)]
     assert times[-1] == pytest.approx(6000, abs=300), "two rollouts, and one that was broken off"
+
+
+def test_samples_and_tokens_end_a_run_as_minutes_do() -> None:
+    budget = Budget(TrainingConfig(steps=100, samples=40, tokens=1000))
+    while not budget.used_up:
+        budget = budget.after(1.0, 16, 300)
+    assert (budget.steps, budget.samples, budget.tokens, budget.spent) == (2, 32, 600, 0.8)
+    assert budget.reason() == (
+        "the samples are over: 2 steps took 32, and another one like the latest (16) would end after "
+        "training.samples=40"
+    )
+    assert budget.how_to_go_on() == "training.samples=80"
+    again = Budget(TrainingConfig(steps=100, tokens=800))
+    again.load_state(2, budget.state())
+    assert again.used_up and again.how_to_go_on() == "training.tokens=1600"
+    again.load_state(2, {"seconds": 2.0, "last": 1.0})  # of a version that did not count them
+    assert not again.used_up

@@ -15,7 +15,6 @@ import dapo.orchestrator.experiment
 from dapo.algorithm.objective import DapoObjective
 from dapo.commands import app
 from dapo.commands.report.content import sections_of
-from dapo.commands.report.write import as_markdown
 from dapo.commands.ui.curves import marks
 from dapo.config.on_resume import (
     BETWEEN_STEPS,
@@ -40,6 +39,7 @@ from dapo.training.checkpoint import load_tensors
 from dapo.training.learner import LocalLearner
 from dapo.training.trainer import Trainer
 from dapo.util.differences import Difference
+from dapo.util.pages import as_markdown
 from run_cases import (
     PROMPTS,
     TOKENIZER,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dapo.commands.report.write import Answer, Code, Rows, Section, Text, write_report
 from dapo.commands.shared.errors import complain
 from dapo.observe.progress import PlainListener
+from dapo.util.pages import Answer, Code, Rows, Section, Text, write_report
 from dapo.util.terminal import Terminal, counted
 
 

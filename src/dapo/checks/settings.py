@@ -273,4 +273,6 @@ def _samples_bytes(config: Config) -> int:
     tokens: float = drawn * config.training.steps * int(plan["tokens per sample, at most"])
     if config.training.minutes is not None:
         tokens = min(tokens, 60 * config.training.minutes * _MOST_TOKENS_A_SECOND)
+    if config.training.tokens is not None:
+        tokens = min(tokens, 2 * config.training.tokens)  # and prompts
     return int(float(config.run.save_samples) * tokens * BYTES_PER_TOKEN)

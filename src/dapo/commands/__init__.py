@@ -9,7 +9,20 @@ from typing import Annotated
 
 import typer
 
-from dapo.commands import config, data, doctor, evaluate, generate, plan, reward_server, serve, stage, train, votes
+from dapo.commands import (
+    compare,
+    config,
+    data,
+    doctor,
+    evaluate,
+    generate,
+    plan,
+    reward_server,
+    serve,
+    stage,
+    train,
+    votes,
+)
 from dapo.commands.demo.command import demo as demo_command
 from dapo.commands.inspect.command import inspect as inspect_command
 from dapo.commands.replay.command import replay as replay_command
@@ -60,7 +73,7 @@ def _root(
 _COMMANDS = (  # in the order of --help
     *(train.train, doctor.doctor, plan.plan, evaluate.evaluate, generate.generate, serve.serve, inspect_command),
     *(ui_command, config.config, demo_command, replay_command, report_command, votes.votes, stage.sft, stage.dpo),
-    stage.phases,
+    *(stage.phases, compare.compare),
 )
 for _command in _COMMANDS:
     app.command(epilog=EXIT_CODES)(_command)

@@ -12,11 +12,15 @@ class OptimizerConfig(Section):
     minutes: float | None = Field(None, gt=0)
     """Longest training: no step begins that, as long as the one before it, would end after so many minutes of rollout
     steps. Evaluations, files and the start are not counted. null: no limit."""
+    samples: int | None = Field(None, gt=0)
+    """Longest training in samples drawn, filtered ones included (in stages: rows trained on), in the same way."""
+    tokens: int | None = Field(None, gt=0)
+    """Longest training in response tokens sampled (in stages: tokens trained on), in the same way."""
     learning_rate: float = Field(1e-6, gt=0)
     """AdamW, after the warm-up."""
     final_learning_rate: float | None = Field(None, ge=0)
-    """What the rate falls to, in a straight line over the steps or the minutes of the run, whichever are over first.
-    null: it is constant."""
+    """What the rate falls to, in a straight line over the steps, minutes, samples or tokens of the run, whichever are
+    over first. null: it is constant."""
     warmup_steps: int = Field(20, ge=0)
     """W: steps of linear warm-up. In step k (from 0) the rate is lr (k + 1) / W."""
     weight_decay: float = Field(0.1, ge=0)

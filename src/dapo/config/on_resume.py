@@ -9,7 +9,7 @@ def _keys(section: str, names: str) -> tuple[str, ...]:
 
 
 MAY_CHANGE = (
-    *_keys("training", "steps minutes max_skipped_updates mismatch_alarm offload_optimizer"),
+    *_keys("training", "steps minutes samples tokens max_skipped_updates mismatch_alarm offload_optimizer"),
     *_keys("algorithm.filter_groups", "max_num_gen_batches on_starved"),
     *_keys("evaluation", "rows every patience min_improvement samples_per_prompt max_response_length stop"),
     *_keys("evaluation", "temperature top_p top_k min_p metrics while_sampling"),

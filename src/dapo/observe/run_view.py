@@ -39,7 +39,7 @@ OUTCOMES = {status: why for status, why in STATUSES.items() if status != "carrie
 }
 """What became of a draw in the end: what is carried is trained on or stale later."""
 
-_ENDS = ("all steps are done", "the minutes are over", "converged")
+_ENDS = ("all steps are done", "the minutes are over", "the samples are over", "the tokens are over", "converged")
 """How the reason begins that summary.json gives for the end of a run, if it ended as planned."""
 
 

@@ -19,7 +19,7 @@ class RunState:
     """Where a run stands."""
 
     budget: Budget
-    """What has been used of steps and minutes."""
+    """What has been used of steps, minutes, samples and tokens."""
     step: StepState | None = None
     """The one between its rollout and its end."""
     spans: Spans = field(default_factory=Spans)
@@ -48,7 +48,12 @@ class RunState:
     def after_step(self) -> Budget:
         """The budget with the present step, from the commit before; evaluation and writing left out."""
         assert self.step is not None
-        return self.budget.after(step_seconds(self.step.seconds or self.spans.seconds))
+        seconds = step_seconds(self.step.seconds or self.spans.seconds)
+        stats = getattr(self.step.rollout, "stats", None)
+        if stats is None:  # of a stage
+            rows = getattr(self.budget.config, "rows_per_update", 0)
+            return self.budget.after(seconds, rows, sum(report.tokens for report in self.step.reports))
+        return self.budget.after(seconds, stats.samples, stats.tokens)
 
     def commit(self, after: Budget) -> None:
         """The step's metrics and samples are written: it is done, and ``after`` is what is left."""

@@ -57,7 +57,10 @@ from dapo.util.memory import peak_memory
 from dapo.util.shutdown import Shutdown
 
 STAGES: Mapping[str, Callable[..., Stage]] = {"sft": SFT, "dpo": DPO, "reward_model": RewardModel}
-MAY_CHANGE = ("training.steps", "training.minutes", "evaluation.", "run.", "runtime.threads", "model.export_dtype")
+MAY_CHANGE = (
+    *("training.steps", "training.minutes", "training.samples", "training.tokens"),
+    *("evaluation.", "run.", "runtime.threads", "model.export_dtype"),
+)
 """Keys that a stage may go on with other values of."""
 
 

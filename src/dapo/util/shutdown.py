@@ -107,6 +107,9 @@ class Shutdown:
     def ask(self, do: Callable[[], object] | None) -> None:
         """What a first signal does from now on; None: it raises KeyboardInterrupt where the program is."""
         self._ask = do
+        if do is not None and self.signal is None:  # another run begins: the one before has left
+            for timer in self._timers:
+                timer.cancel()
         if do is not None and self.signal is not None:  # it came before, and what it raised was caught by others
             do()
 

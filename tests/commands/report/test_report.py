@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 from dapo.commands import app
 from dapo.commands.report import figures
 from dapo.commands.report.content import sections_of
-from dapo.commands.report.costs import costs, gains, gpus_of
 from dapo.commands.report.extremes import extremes
-from dapo.commands.report.write import Answer, Code, Section, Text, as_html, as_markdown, write_report
+from dapo.observe.costs import costs, gains, gpus_of
 from dapo.observe.index import SampleIndex
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.records import Reward
+from dapo.util.pages import Answer, Code, Section, Text, as_html, as_markdown, write_report
 from stored_run import RIGHT, WRONG, group, stored_run
 
 HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>\n````\n# heading"
@@ -288,7 +288,7 @@ def test_what_is_wrong_is_said_without_a_traceback(tmp_path: Path, monkeypatch: 
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(app, ["report", str(tmp_path / "r"), "--output", str(tmp_path / "file")])
     assert done.exit_code == 1 and "--output: cannot write" in done.output
-    monkeypatch.setattr("dapo.commands.report.write.write_atomic", disk_is_full)
+    monkeypatch.setattr("dapo.util.pages.write_atomic", disk_is_full)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "r")])
     assert done.exit_code == 1 and "No space" in done.output and not (tmp_path / "r/report").exists()
     for name in [name for name in sys.modules if name.startswith(("matplotlib", "dapo.commands.report"))]:

@@ -20,20 +20,28 @@ def report(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write what a run learned, what it cost and how to do it again: report.html, and report.md with plots.
+    """Write what a run learned, what it cost and how to do it again: report.html, and report.md with plots. Of a folder
+    of dapo compare, what came of the comparison.
 
     Works while the run is at work, too. The HTML file needs no other file and no network.
     """
     with errors_for_people(debug):
+        from dapo.comparison.folder import is_comparison
+        from dapo.comparison.pages import write_pages
+        from dapo.comparison.table import Table
         from dapo.observe.run_view import RunView
 
-        found = RunView.read(run)
         try:
-            from dapo.commands.report.content import sections_of
-            from dapo.commands.report.write import write_report
+            if is_comparison(run):
+                pages = write_pages(Table.read(run), output)
+            else:
+                found = RunView.read(run)
+                from dapo.commands.report.content import sections_of
+                from dapo.util.pages import write_report
+
+                pages = write_report(f"Report of {run.resolve().name}", sections_of(found), output or run / "report")
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "matplotlib":
                 raise
             raise UserError(f"dapo report needs matplotlib, which is not installed: {install('report')}") from None
-        pages = write_report(f"Report of {run.resolve().name}", sections_of(found), output or run / "report")
         print_lines(map(str, pages))

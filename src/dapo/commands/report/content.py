@@ -11,14 +11,14 @@ from typing import Any
 from dapo.commands.inspect.run_report import facts
 from dapo.commands.inspect.tables import number
 from dapo.commands.report import figures
-from dapo.commands.report.costs import Costs, Gain, costs, gains, total
 from dapo.commands.report.extremes import extremes
-from dapo.commands.report.write import Answer, Block, Code, Plot, Rows, Section, Text
 from dapo.config import flat
 from dapo.errors import UserError
+from dapo.observe.costs import Costs, Gain, costs, gains, total
 from dapo.observe.metrics import PHASES, describe
 from dapo.observe.progress import duration
 from dapo.observe.run_view import HACKING, OUTCOMES, RunView
+from dapo.util.pages import Answer, Block, Code, Plot, Rows, Section, Text
 from dapo.util.terminal import counted
 
 Entry = Mapping[str, Any]

@@ -72,7 +72,7 @@ class _Pair:
     question: Question
     left: Shown
     right: Shown
-    temperature: float
+    temperature: float | None
 
 
 @asynccontextmanager
@@ -125,12 +125,7 @@ async def ask(request: Request, wanted: Ask) -> Response:
 
 @router.get("/votes")
 def result(run: RunAsked) -> dict[str, Any]:
-    votes = read_votes(run.folder.root)
-    told = [
-        asdict(tally) | {"share": tally.share and asdict(tally.share), "verdict": tally.verdict}
-        for tally in tallies(votes)
-    ]
-    return {"votes": len(votes), "tallies": told}
+    return result_of(run.folder.root)
 
 
 @router.post("/votes", response_model=None)
@@ -139,7 +134,7 @@ def vote(request: Request, verdict: VoteRequest) -> dict[str, Any] | JSONRespons
     pair = pairs.pop(verdict.pair, None)
     if pair is None:
         raise DataError("this pair was voted on before, or is forgotten; ask for the next one")
-    now, who, question = round(time.time(), 3), _who(verdict), pair.question
+    now, who, question = round(time.time(), 3), who_votes(verdict), pair.question
     kept = Vote(question.text, pair.left, pair.right, verdict.vote, who, now, question.row, pair.temperature)
     try:
         return {"votes": add_vote(pair.root, kept)}
@@ -148,7 +143,7 @@ def vote(request: Request, verdict: VoteRequest) -> dict[str, Any] | JSONRespons
         return JSONResponse({"error": str(error)}, 507)
 
 
-def _who(request: PairWanted | VoteRequest) -> str:
+def who_votes(request: PairWanted | VoteRequest) -> str:
     return request.who.strip() or "somebody"
 
 
@@ -183,7 +178,6 @@ async def next_pair(request: Request, wanted: PairWanted) -> dict[str, Any]:
     is nothing to compare, or nothing more; Busy: other answers are being written."""
     if len(set(wanted.models)) < 2:
         raise DataError("two different models are needed to compare them")
-    pairs: dict[str, _Pair] = request.app.state.pairs
     root, models, questions, rows = await asyncio.to_thread(_to_compare, request, wanted)
     for same, row in enumerate(rows[: SAME + 1]):
         try:
@@ -195,25 +189,35 @@ async def next_pair(request: Request, wanted: PairWanted) -> dict[str, Any]:
         if responses[0] == responses[1]:
             continue
         shown = [Shown(name, text) for name, text in zip(wanted.models, responses, strict=True)]
-        secrets.SystemRandom().shuffle(shown)
-        left, right = shown
-        while len(pairs) >= WAITING:
-            del pairs[next(iter(pairs))]
-        name = secrets.token_urlsafe(12)
-        pairs[name] = _Pair(root, question, left, right, wanted.temperature)
-        return {
-            "pair": name,
-            "row": row,
-            "prompt": question.text,
-            "left": left.response,
-            "right": right.response,
-            "held_out": questions.held_out,
-            "same": same,
-            "rows_left": len(rows) - same - 1,
-        }
+        given = give_out(request, root, question, shown, wanted.temperature)
+        return given | {"row": row, "held_out": questions.held_out, "same": same, "rows_left": len(rows) - same - 1}
     if len(rows) > SAME:
         raise DataError(f"both models gave the same answer to {SAME + 1} prompts in a row: there is nothing to compare")
     raise DataError("there are no more prompts to compare these models on")
+
+
+def give_out(
+    request: Request, root: Path, question: Question, shown: list[Shown], temperature: float | None
+) -> dict[str, Any]:
+    """What a voter sees of two answers, on sides that are drawn here; the vote goes to ``root``."""
+    pairs: dict[str, _Pair] = request.app.state.pairs
+    secrets.SystemRandom().shuffle(shown)
+    left, right = shown
+    while len(pairs) >= WAITING:
+        del pairs[next(iter(pairs))]
+    name = secrets.token_urlsafe(12)
+    pairs[name] = _Pair(root, question, left, right, temperature)
+    return {"pair": name, "prompt": question.text, "left": left.response, "right": right.response}
+
+
+def result_of(root: Path) -> dict[str, Any]:
+    """What the votes there come to."""
+    votes = read_votes(root)
+    told = [
+        asdict(tally) | {"share": tally.share and asdict(tally.share), "verdict": tally.verdict}
+        for tally in tallies(votes)
+    ]
+    return {"votes": len(votes), "tallies": told}
 
 
 def _to_compare(request: Request, wanted: PairWanted) -> tuple[Path, list[Path], Questions, list[int]]:
@@ -224,7 +228,7 @@ def _to_compare(request: Request, wanted: PairWanted) -> tuple[Path, list[Path],
     rows = random.Random("|".join(sorted(wanted.models))).sample(range(len(questions)), min(len(questions), DRAWN))
     both = set(wanted.models)
     votes = (vote for vote in read_votes(root) if {vote.left.model, vote.right.model} == both)
-    seen = {vote.row for vote in votes if vote.who == _who(wanted)} | set(wanted.skip)
+    seen = {vote.row for vote in votes if vote.who == who_votes(wanted)} | set(wanted.skip)
     return root, models, questions, [row for row in rows if row not in seen]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Query, Request
 
+from dapo.comparison.folder import is_comparison
 from dapo.errors import UserError
 from dapo.observe.index import SampleIndex
 from dapo.observe.run_folder import RunFolder
@@ -138,6 +139,8 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 def _found(folder: Path) -> list[Path]:
     """Run folders there; one that a link leads to is not, if it lies elsewhere."""
     inside = [root.resolve() for root in (runs_in(folder) if folder.is_dir() else [])]
+    if is_comparison(folder):  # a cell of several phases holds a run for each
+        inside += [root.resolve() for cell in folder.iterdir() if not is_run(cell) for root in runs_in(cell)]
     return [folder] if is_run(folder) else [root for root in inside if root.is_relative_to(folder)]
 
 

@@ -20,7 +20,7 @@ from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Re
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Scope
 
-from dapo.commands.ui import curves, playground, queries, samples
+from dapo.commands.ui import comparison, curves, playground, queries, samples
 from dapo.commands.ui.answering import Answerer
 from dapo.commands.ui.live import PERIOD, Live, LiveResponse
 from dapo.commands.ui.runs import Points, Refused, Run, RunAsked, Runs
@@ -64,6 +64,7 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
     app.add_middleware(Guard, token=token)
     app.include_router(router)
     app.include_router(samples.router)
+    app.include_router(comparison.router)
     playground.add_to(app, Answerer())
 
     @app.get("/api/events")

@@ -14,6 +14,7 @@ const TABS = [
   ["hacking", "Hacking", "./views/hacking.js"],
   ["playground", "Playground", "./playground.js"],
   ["compare", "Compare", "./votes.js"],
+  ["comparison", "Recipes", "./views/comparison.js"],
 ];
 const OF_SEVERAL = new Set(["overview", "config"]);
 const byId = (id) => document.getElementById(id);

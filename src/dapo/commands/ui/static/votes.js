@@ -11,18 +11,22 @@ const CHOICES = [
   ["right", "Right is better", "ArrowRight", "→"],
 ];
 
+// voting(element, run, about, base): about has the models, base is the route of pairs and votes.
+export const voting = (element, run, about, base) => asking(element, async (root, ended) =>
+  new Comparison(root, run, about, ended, base));
+
 export const mount = (element, api) => asking(element, async (root, ended) =>
   new Comparison(root, api.run, await ask(address("playground", { run: api.run }), undefined, ended), ended));
 
 class Comparison {
-  constructor(root, run, about, ended) {
+  constructor(root, run, about, ended, base = "votes") {
     if (about.models.length < 2) throw new Error("a comparison takes two models; this run has kept fewer");
-    Object.assign(this, { run, ended, pair: null, next: null, count: 0, round: 0 });
+    Object.assign(this, { run, ended, base, pair: null, next: null, count: 0, round: 0 });
     this.models = [about.models[0].name, about.models.at(-1).name].map((name) => modelChoice(about.models, name));
     this.who = h("input", { type: "text", maxlength: 200, placeholder: "somebody", value: remembered() });
-    this.temperature = h("input", { type: "number", min: 0, max: 5, step: "any", value: about.temperature, required: true });
+    this.temperature = h("input", { type: "number", min: 0, max: 5, step: "any", value: about.temperature ?? 0, required: true });
     const form = h("form", { class: "controls" },
-      labelled("one model", this.models[0]), labelled("another", this.models[1]), labelled("temperature", this.temperature),
+      labelled("one model", this.models[0]), labelled("another", this.models[1]), about.temperature !== null && labelled("temperature", this.temperature),
       labelled("your name", this.who), h("button", { type: "submit" }, "Compare"),
       h("button", { type: "button", onclick: () => this.result() }, "Show result"));
     form.addEventListener("submit", (event) => { event.preventDefault(); remember(this.who.value); this.begin(); });
@@ -47,7 +51,7 @@ class Comparison {
   fetch(skip) {
     const wanted = { run: this.run, models: this.models.map((choice) => choice.value), who: this.who.value,
       temperature: this.temperature.valueAsNumber, skip };
-    const found = ask(address("votes/pair"), wanted, this.ended);
+    const found = ask(address(`${this.base}/pair`), wanted, this.ended);
     found.catch(() => {}); // whoever waits for it hears of it
     return found;
   }
@@ -110,7 +114,7 @@ class Comparison {
 
   async result() {
     try {
-      const { votes, tallies } = await ask(address("votes", { run: this.run }), undefined, this.ended);
+      const { votes, tallies } = await ask(address(this.base, { run: this.run }), undefined, this.ended);
       if (!votes) return fill(this.table, h("p", { class: "dim" }, "There are no votes yet."));
       fill(this.table, table(
         ["first", "second", "first better", "second better", "tie", "both bad", "second preferred (95% interval)", ""],

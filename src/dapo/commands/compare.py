@@ -1,0 +1,110 @@
+"""``dapo compare``."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import Debug, Quiet, is_setting
+from dapo.errors import ConfigError
+from dapo.util.terminal import Terminal
+
+
+def compare(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE ...",
+            help="Recipes of runs, stages or phases; one with changes of its own in quotes, as in "
+            "'no-clip=a.yaml algorithm.clip_ratio_high=0.2'. SECTION.KEY=VALUE changes all of them. Or the folder of a "
+            "comparison, to read it.",
+        ),
+    ],
+    minutes: Annotated[float | None, typer.Option(help="Budget of each cell: minutes of steps.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Or: samples drawn.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Or: response tokens sampled.")] = None,
+    seeds: Annotated[str, typer.Option(metavar="S,S,...", help="Seeds; each is a cell of each recipe.")] = "1,2,3",
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the comparison.")] = Path("runs/compare"),
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Run this recipe or cell only.")] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="Let recipes differ in this key or section all the same.")
+    ] = None,
+    evaluation: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="Evaluate all models by this one; else the first with held-out rows."),
+    ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="Win rates by this one's reward: a judge, a reward model or another."),
+    ] = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train by several recipes with the same data, budget and seeds, and put what came of it into one table.
+
+    Each recipe and seed is a run in FOLDER. The same command goes on where it was stopped; what is done stays.
+    """
+    with errors_for_people(debug, output_is_result=False):
+        budget = {"minutes": minutes, "samples": samples, "tokens": tokens}
+        options = {"only": only or (), "allow": allow or (), "evaluation": evaluation}
+        if _compare(words, out, seeds, budget, options, judge, quiet):
+            raise typer.Exit(1)  # a cell failed
+
+
+def _compare(
+    words: list[str], out: Path, seeds: str, budget: dict[str, Any], options: Any, judge: str | None, quiet: bool
+) -> bool:
+    """Run, or read, and print the table. Whether a cell failed."""
+    from dapo.api.compare import compare as compare_recipes
+    from dapo.commands.train import stopped_by_signals
+    from dapo.comparison.folder import is_comparison
+    from dapo.comparison.pages import WIN_HEADER, win_lines, write_pages, write_tables
+    from dapo.comparison.table import Table
+    from dapo.comparison.wins import judge as judge_answers
+    from dapo.observe.progress import QuietListener, make_listener
+
+    listener = QuietListener() if quiet else make_listener()
+    if len(words) == 1 and is_comparison(Path(words[0])):
+        root = Path(words[0])
+        if any(amount is not None for amount in budget.values()):
+            raise ConfigError(f"{root}: is read as it is; to go on with a comparison name its recipes")
+        if judge is not None:
+            judge_answers(root, judge, listener.phase)
+        table = Table.read(root)
+        write_tables(table)
+    else:
+        changes = [word for word in words if is_setting(word) and ".yaml" not in word]
+        recipes = [word for word in words if word not in changes]
+        with stopped_by_signals(again="the same command") as shutdown:
+            shutdown.run = out
+            options |= budget | {"seeds": _numbers(seeds), "out": out, "judge": judge}
+            table = compare_recipes(recipes, changes, listener=listener, **options)
+    with suppress(ImportError):  # there may be no matplotlib
+        write_pages(table)
+    if not quiet:
+        _print(("", *table.names), table.lines())
+        _print(WIN_HEADER, win_lines(table))
+        for text in (*table.failures(), f"table and curves: {table.comparison.root}"):
+            Terminal().print(text, markup=False, highlight=False, soft_wrap=True)
+    return bool(table.failures()) and len(words) > 1
+
+
+def _numbers(seeds: str) -> list[int]:
+    try:
+        return [int(seed) for seed in seeds.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds {seeds}: expected whole numbers, such as 1,2,3") from None
+
+
+def _print(header: tuple[str, ...], rows: list[list[str]]) -> None:
+    from rich.table import Table
+
+    drawn = Table(*header, show_edge=False)
+    for row in rows:
+        drawn.add_row(*row)
+    if rows:
+        Terminal().print(drawn)

@@ -1,0 +1,167 @@
+"""The folder of a comparison.
+
+::
+
+    runs/compare/
+      comparison.json          what is compared: recipes, seeds, budget, in what they differ
+      NAME-seed-1/             a run, or a folder with one for each phase
+      NAME-seed-1.json         what came of the cell: the last evaluation row by row, or why it failed
+      NAME-seed-1.answers.jsonl  what its model answered there
+      NAME-seed-1.log          what its process said
+      table.md, table.csv, table.json, report/
+      wins.json, votes.jsonl   answers of two recipes compared by a judge, by people
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo.comparison.recipes import BUDGETS, Phases, Variant, differing, kind_of, measured, needs, require_alike, run_of
+from dapo.config import Config, load_config
+from dapo.config.plan import require_files
+from dapo.config.secrets import redact
+from dapo.errors import ConfigError, UserError
+from dapo.model.hub import require_at_hand
+from dapo.util.differences import differences
+from dapo.util.files import read_json, write_json, writing
+
+DECLARED = "comparison.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One recipe with one seed."""
+
+    root: Path
+    recipe: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}-seed-{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.name
+
+    def file(self, kind: str) -> Path:
+        """``json``, ``answers.jsonl`` or ``log``."""
+        return self.root / f"{self.name}.{kind}"
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """Of a cell that is done, or failed; empty: neither yet."""
+        try:
+            return dict(read_json(self.file("json"), 2**28))
+        except (OSError, ValueError):
+            return {}
+
+
+def is_comparison(root: Path) -> bool:
+    return os.path.isfile(root / DECLARED)  # noqa: PTH113  (the methods of Path raise for a name that is too long)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What comparison.json says."""
+
+    root: Path
+    tree: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, root: Path) -> Comparison:
+        """Raises UserError: there is none in ``root``."""
+        if not is_comparison(root):
+            raise UserError(f"{root}: is not the folder of a comparison: it has no {DECLARED}; dapo compare makes one")
+        try:
+            return cls(root, dict(read_json(root / DECLARED)))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{root / DECLARED}: cannot be read: {error}") from None
+
+    @property
+    def recipes(self) -> Mapping[str, Any]:
+        """By name ``phases``, what it ``needs``, whether its evaluations are a ``curve`` of what is compared."""
+        return dict(self.tree["recipes"])
+
+    @property
+    def seeds(self) -> list[int]:
+        return list(self.tree["seeds"])
+
+    @property
+    def budget(self) -> tuple[str, float]:
+        """A key of ``training``, and how much of it each cell has."""
+        key, amount = next(iter(self.tree["budget"].items()))
+        return str(key), float(amount)
+
+
+def declare(
+    root: Path,
+    variants: Mapping[str, Variant],
+    seeds: Sequence[int],
+    budget: Mapping[str, float | None],
+    allowed: Sequence[str] = (),
+    evaluation: str | None = None,
+) -> Config:
+    """Look at everything and write comparison.json; a comparison that is there may get more recipes and seeds. Returns
+    the recipe that measures all models: ``evaluation``, or the first one with held-out rows.
+    Raises UserError: something in a recipe is wrong, they cannot be compared, or another comparison is there."""
+    given = {key: amount for key, amount in budget.items() if amount is not None}
+    if len(given) != 1 or min(given.values()) <= 0:
+        said = ", ".join(f"{key} {amount:g}" for key, amount in given.items()) or "none"
+        raise ConfigError(
+            f"one budget is needed, the same for all: {', '.join(BUDGETS)}; such as --minutes 10 (given: {said})"
+        )
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise ConfigError(f"seeds: expected different whole numbers from 0 up, such as 1,2,3; got {list(seeds)}")
+    if len(variants) < 2:
+        raise ConfigError("two recipes at least are needed to compare them")
+    phases = {name: variant.phases(root / name) for name, variant in variants.items()}
+    require_alike(phases, allowed)
+    for of in phases.values():
+        require_at_hand("model.path:", next(iter(of.values())).model.path)
+    runs = [load_config(evaluation)] if evaluation else map(run_of, phases.values())
+    judged = next((run for run in runs if run is not None and run.evaluation.data), None)
+    if judged is None:
+        raise ConfigError(
+            "nothing says how good the models are: give evaluation.data (held-out rows) in a recipe of dapo train, or "
+            "such a recipe as --evaluation"
+        )
+    require_files(judged)
+    now = {
+        "budget": given,
+        "measured": redact(measured(judged)),
+        "seeds": list(seeds),
+        "differ": differing(phases),
+        "recipes": {name: _told(variants[name].recipe, of, judged) for name, of in phases.items()},
+    }
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        if not is_comparison(root):
+            raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
+        now = _joined(Comparison.read(root), now)
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+        write_json(root / DECLARED, now)
+    return judged
+
+
+def _told(recipe: str, phases: Phases, judged: Config) -> dict[str, Any]:
+    run = run_of(phases)
+    settings = {n or kind_of(c): redact(c.model_dump(mode="json", exclude={"run", "seed"})) for n, c in phases.items()}
+    curve = run is not None and run is list(phases.values())[-1] and measured(run) == measured(judged)
+    return {"recipe": recipe, "phases": list(phases), "needs": needs(phases), "curve": curve, "settings": settings}
+
+
+def _joined(old: Comparison, now: dict[str, Any]) -> dict[str, Any]:
+    """Both. Raises ConfigError: what is in both is not the same."""
+    then, both = old.recipes, now["recipes"]
+    pairs = [(f"{key}.", old.tree[key], now[key]) for key in ("budget", "measured")]
+    pairs += [(f"{name}: ", then[name]["settings"], both[name]["settings"]) for name in then if name in both]
+    if changed := [str(found) for key, a, b in pairs for found in differences(a, b, key)]:
+        text = "\n".join(changed)
+        raise ConfigError(f"--out {old.root}: another comparison is there; give another folder:\n{text}")
+    seeds = sorted({*old.seeds, *now["seeds"]})
+    return now | {"recipes": then | both, "seeds": seeds, "differ": old.tree["differ"] | now["differ"]}
