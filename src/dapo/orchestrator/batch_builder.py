@@ -11,9 +11,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
+import numpy as np
 import torch
 
 from dapo.algorithm.advantage import Estimator, with_advantages
+from dapo.algorithm.credit import with_turn_advantages
 from dapo.algorithm.kl import AdaptiveKL, sample_kl
 from dapo.algorithm.shaping import shape_rewards, subtract_kl
 from dapo.config import Config
@@ -152,17 +154,21 @@ class BatchBuilder:
 
     def _with_advantages(self, group: Group) -> Group:
         advantage = self.config.algorithm.advantage
-        return with_advantages(group, kind=self._own or advantage.kind, epsilon=advantage.epsilon)
+        how = {"kind": self._own or advantage.kind, "epsilon": advantage.epsilon}
+        found = with_advantages(group, **how)
+        return with_turn_advantages(found, **how) if self.config.environment.credit == "turn" else found
 
     def _take_kl_off(self, groups: Sequence[Group], batch: TokenBatch) -> Iterator[Group]:
         """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""
+        parts = [len(sample.parts) for group in groups for sample in group.scored]
+        episodes = np.repeat(np.arange(len(parts)), parts)  # the KL of an episode is that of all its sequences
         kl = sample_kl(
             torch.from_numpy(batch.proximal),
             torch.from_numpy(batch.columns["reference"]),
             self.config.algorithm.kl.estimator,
-            mask=torch.ones(batch.num_response_tokens, dtype=torch.bool),
-            sample_ids=torch.from_numpy(batch.sample_ids),
-            num_samples=batch.num_samples,
+            mask=torch.from_numpy(batch.sampled),
+            sample_ids=torch.from_numpy(episodes[batch.sample_ids]),
+            num_samples=len(parts),
         ).tolist()
         for group in groups:
             count = len(group.scored)  # which is what was packed of it
