@@ -77,7 +77,7 @@ class Turn:
 
     ``stop``: why it ended, see :data:`~dapo.environments.trace.TURN_ENDS`; a turn that was ``cut`` is context for those
     after it and nothing to learn from. ``reward``: what the environment gave for it. ``advantage``: of its own, under
-    ``environment.credit: turn``; else that of the sample counts.
+    ``environment.credit: turn``; else that of the sample counts. ``chars``: where it stands in the sample's text.
     """
 
     start: int
@@ -85,6 +85,7 @@ class Turn:
     stop: str = "stop"
     reward: float = 0.0
     advantage: float | None = None
+    chars: tuple[int, int] = (0, 0)
 
     @property
     def cut(self) -> bool:
@@ -93,7 +94,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One response, or one episode of several turns. The engine fills the first block, the reward server the second, shaping and advantage the third.
+    """One response, or one episode of several turns. The engine fills the first block, the reward server the second,
+    shaping and advantage the third.
 
     Shapes: ``token_ids``, ``logprobs`` and ``versions`` are ``[T]`` with ``T`` the response length in tokens, the stop
     token counted. ``logprobs`` are natural logs under the very distribution sampled from, temperature included.
@@ -218,9 +220,10 @@ class TokenBatch:
     Per sequence, ``[S]`` int64: ``lengths`` and ``prompt_lengths`` (tokens), ``draws`` (identity of the group) and
     ``indices`` (of the sample in its group). ``token_ids`` ``[T]`` int64. Per response token, ``[R]``, in sequence
     order: ``mask`` (bool: in the loss), ``behaviour_logprobs`` (float32, nats, as sampled) and ``versions`` (int64,
-    policy version sampled under, :data:`NOBODY` for tokens of an environment). ``columns``: further numbers of each response token, ``[R]`` float32, by name, such
-    as ``advantages``, ``proximal`` and ``reference`` (log-probabilities of these policies) and ``updates_behind``
-    (optimizer updates from the token's weights to those that training on the batch began at). All are cut together.
+    policy version sampled under, :data:`NOBODY` for tokens of an environment). ``columns``: further numbers of each
+    response token, ``[R]`` float32, by name, such as ``advantages``, ``proximal`` and ``reference`` (log-probabilities
+    of these policies) and ``updates_behind`` (optimizer updates from the token's weights to those that training on the
+    batch began at). All are cut together.
     """
 
     lengths: IntArray
@@ -261,7 +264,7 @@ class TokenBatch:
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
         """``[R]``: which tokens a policy sampled."""
-        return self.versions != NOBODY
+        return np.asarray(self.versions != NOBODY)
 
     @property
     def prompt_numbers(self) -> IntArray:

@@ -21,8 +21,8 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(8, ge=1, le=10_000)
     """Answers of the model in one episode at most."""
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Longest answer in one turn. null: what is left of the episode, which has rollout.max_response_length tokens, those
-    of the environment counted. A turn that is cut is left out of the loss."""
+    """Longest answer in one turn. null: what is left of the episode, which has rollout.max_response_length tokens,
+    those of the environment counted. A turn that is cut is left out of the loss."""
     timeout_s: float = Field(300.0, gt=0)
     """Longest time for one episode. What has been said until then is scored."""
     tool_timeout_s: float = Field(30.0, gt=0)

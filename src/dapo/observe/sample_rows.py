@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from dapo.errors import UserError
-from dapo.records import NOBODY
 from dapo.observe.samples import TokenArrays, sample_lines, samples_path, tokens_path
+from dapo.records import NOBODY
 from dapo.util.files import parse_json
 
 COLUMNS: Mapping[str, str] = {

@@ -8,9 +8,9 @@ files per step, each whole or not at all; a step that is made again after a resu
 ``shaped_reward`` ``advantage`` ``in_loss`` (what training sees; null and false where the group was not trained on),
 ``length`` ``finish_reason`` ``versions`` (first and last policy version of its tokens) and ``status``; where the
 held-out check was asked ``check_correct`` and ``check_reward``, too. Of an episode ``length`` counts all tokens behind
-the first prompt and ``sampled`` those of the model; ``ended`` and ``turns`` (start, end, stop, reward, advantage of
-each) are as in :class:`~dapo.records.Sample`, ``prompt_ids`` is what it began with if that was not the prompt, and
-``more`` holds its further sequences whole.
+the first prompt and ``sampled`` those of the model; ``ended`` and ``turns`` (of each: start, end, stop, reward,
+advantage, chars) are as in :class:`~dapo.records.Sample`, ``prompt_ids`` is what it began with if that was not the
+prompt, and ``more`` holds its further sequences whole.
 
 ``step-00012.safetensors`` holds what is a number per token, in the order of these lines: see :class:`TokenArrays`.
 ``step-00012.updates.json`` holds the report of each optimizer update, but for times.
@@ -303,7 +303,7 @@ def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[
 
 def _episode(sample: Sample) -> dict[str, Any]:
     return {"sampled": sample.length, "ended": sample.ended, **_sequence(sample, _BESIDE)} | {
-        "more": [_sequence(part, _WHOLE) for part in sample.more]
+        "more": [_sequence(part, tuple(_WHOLE)) for part in sample.more]
     }
 
 
@@ -314,7 +314,7 @@ def _sequence(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
 
 def episode_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """What the line of an episode adds to a sample, by its fields. Raises TypeError, ValueError: it is no such line."""
-    found: dict[str, Any] = {"turns": tuple(Turn(*turn) for turn in line.get("turns", ()))}
+    found: dict[str, Any] = {"turns": tuple(Turn(*turn[:-1], tuple(turn[-1])) for turn in line.get("turns", ()))}
     found |= {name: np.asarray(line[name], kind) for name, kind in _WHOLE.items() if name in line}
     if "ended" in line:
         parts = [episode_of(part) for part in line["more"]]

@@ -154,9 +154,10 @@ class BatchBuilder:
 
     def _with_advantages(self, group: Group) -> Group:
         advantage = self.config.algorithm.advantage
-        how = {"kind": self._own or advantage.kind, "epsilon": advantage.epsilon}
-        found = with_advantages(group, **how)
-        return with_turn_advantages(found, **how) if self.config.environment.credit == "turn" else found
+        kind, epsilon = self._own or advantage.kind, advantage.epsilon
+        found = with_advantages(group, kind=kind, epsilon=epsilon)
+        by_turn = self.config.environment.credit == "turn"
+        return with_turn_advantages(found, kind=kind, epsilon=epsilon) if by_turn else found
 
     def _take_kl_off(self, groups: Sequence[Group], batch: TokenBatch) -> Iterator[Group]:
         """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""

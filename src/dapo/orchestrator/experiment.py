@@ -23,6 +23,7 @@ from dapo.config.plan import plan_of
 from dapo.config.reading import with_values
 from dapo.config.secrets import redact
 from dapo.config.user_parts import own_metrics
+from dapo.environments.player import player_for
 from dapo.errors import StarvedError, UserError
 from dapo.evaluation.early_stopping import EarlyStopping
 from dapo.model.export import export_dtype
@@ -215,6 +216,7 @@ class Experiment:
             self.early_stopping,
             self.listener,
             own_metrics(self.config, self.setup.overrides.metrics),
+            player_for(self.config, setup.template, evaluation=True),
         )
 
     def _recorder(self, alarms: Alarms, index: BackgroundIndex, kept: int | None) -> Recorder:

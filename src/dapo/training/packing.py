@@ -31,7 +31,7 @@ def pack(groups: Iterable[Group]) -> TokenBatch:
     """
     return _flatten(
         [
-            (g.draw, g.prompt.token_ids if part.prompt_ids is None else part.prompt_ids, part)
+            (g.draw, g.prompt.token_ids if part.prompt_ids is None else part.prompt_ids.tolist(), part)
             for g in groups
             for s in g.samples
             if s.scored
@@ -49,7 +49,9 @@ def advantage_column(groups: Iterable[Group]) -> FloatArray:
             raise ValueError(
                 f"draw {draw}, sample {sample.index}: in the loss, but its advantage is {sample.advantage}"
             )
-    return _joined([_advantages(part, sample.advantage) for _, sample in rows for part in sample.parts], np.float32)
+    found = [_advantages(part, sample.advantage) for _, sample in rows for part in sample.parts]
+    joined: FloatArray = _joined(found, np.float32)
+    return joined
 
 
 def _advantages(part: Sample, advantage: float) -> FloatArray:
@@ -151,9 +153,7 @@ def cut(batch: TokenBatch, token_budget: int, whole_groups: bool = False, ranks:
     return min(plans, key=lambda plan: plan[0])[1]
 
 
-def _plan(
-    batch: TokenBatch, units: IntArray, limit: int, token_budget: int, ranks: int
-) -> tuple[int, list[IntArray]]:
+def _plan(batch: TokenBatch, units: IntArray, limit: int, token_budget: int, ranks: int) -> tuple[int, list[IntArray]]:
     """The tokens of the largest of each ``ranks`` micro-batches, and all of them, where no part of a unit has more
     tokens than ``limit``. ``units`` ``[S]``: what is kept together, groups or those of them with the same prompt."""
     pieces = list(_pieces(batch, units, limit))
