@@ -34,7 +34,7 @@ class Prompt:
 
     ``row`` is the identity of the prompt: its place in the data source. Two rows with equal text are two prompts.
     ``end`` is what a response goes on from: the text that the prompt as the model sees it has behind its last control
-    token, such as a ``<think>`` of the chat template; empty where it is not known. ``messages``: of a row that is a chat.
+    token, such as a ``<think>`` of the chat template; empty where it is not known. ``messages``: of a chat's row.
     """
 
     row: int

@@ -123,9 +123,7 @@ def test_a_template_that_rewrites_earlier_turns_begins_new_sequences():
 
 def test_a_cut_turn_is_masked_and_the_episode_kept():
     answers = ["x" * 50, "bye"]
-    ((result, script, prompt),) = played(
-        "Talker", lambda context, turn: answers[turn], environment__max_turn_tokens=20
-    )
+    ((result, script, prompt),) = played("Talker", lambda context, turn: answers[turn], environment__max_turn_tokens=20)
     sample = consistent(result, script, prompt)
     assert [turn.stop for turn in sample.turns] == ["length", "stop"] and sample.ended == "done"
     assert sample.loss_mask.sum() == len(script.samples[1].token_ids)

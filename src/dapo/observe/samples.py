@@ -315,7 +315,8 @@ def _sequence(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
 def episode_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """What the line of an episode adds to a sample, by its fields. Raises TypeError, ValueError: it is no such line."""
     found: dict[str, Any] = {"turns": tuple(Turn(*turn[:-1], tuple(turn[-1])) for turn in line.get("turns", ()))}
-    found |= {name: np.asarray(line[name], kind) for name, kind in _WHOLE.items() if name in line}
+    here = {name: _WHOLE[name] for name in (_BESIDE if "ended" in line or "turns" not in line else _WHOLE)}
+    found |= {name: np.asarray(line[name], kind) for name, kind in here.items() if name in line}
     if "ended" in line:
         parts = [episode_of(part) for part in line["more"]]
         head = {"request_id": line["draw"], "index": line["index"], "finish_reason": line["finish_reason"]}
