@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+import zlib
 from pathlib import Path
 
 import httpx
@@ -139,3 +141,15 @@ def test_a_client_that_goes_away_frees_the_engine():
 
     asyncio.run(work())
     assert freed
+
+
+@pytest.mark.parametrize("episodes", [50, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_random_episodes_through_the_endpoint_are_the_pieces_that_were_said(episodes):
+    def answer(context, turn):
+        at = random.Random(zlib.crc32(context.encode()))
+        return "".join(at.choice("aé\U0001f600 z\n") for _ in range(at.randrange(30)))
+
+    results = played("agents_for_tests.py:wandering", answer, prompts=episodes)
+    samples = [consistent(*one) for one in results]
+    assert sum(len(sample.more) for sample in samples) > episodes / 4
+    assert sum(len(part.turns) > 1 for sample in samples for part in sample.parts) > episodes / 4

@@ -1,6 +1,7 @@
 """Agents with plain HTTP, whose processes start at once."""
 
 import json
+import random
 import time
 import urllib.request
 
@@ -49,3 +50,16 @@ def tells_address(base_url, row):
     told = [httpx.post(url, json=body) for body in asked]
     told += [httpx.post(f"{base_url}/completions", json={}), httpx.post(url, json={"messages": [message], "n": 1})]
     return {"value": 1.0, "extracted": json.dumps([[one.status_code, one.text] for one in told])}
+
+
+def wandering(base_url, row):
+    """Goes on, begins anew, or asks twice for the same."""
+    at = random.Random(row["number"])
+    messages = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(at.randrange(1, 6)):
+        answer = said(base_url, messages)
+        how = at.randrange(5)
+        if how == 0:
+            messages = [messages[0] | {"content": f"again {at.random()}"}]
+        elif how > 1:
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "é" * at.randrange(9)}]

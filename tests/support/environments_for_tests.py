@@ -76,3 +76,19 @@ class Talker:
 class BadReset:
     def reset(self, **row):
         raise RuntimeError("no database")
+
+
+class Chatter:
+    """Three turns at most, with an odd reward for whatever was said."""
+
+    def reset(self, **row):
+        self.said = []
+
+    def reply(self, text):
+        self.said.append(text)
+        odd = len(text) % 2
+        return Reply(f"and {len(self.said)}?", reward=0.25 * odd, done=len(self.said) == 3)
+
+    def reward(self):
+        value = sum(len(text.encode()) for text in self.said) % 7
+        return {"value": value / 3 - 1, "correct": value > 3}

@@ -29,9 +29,9 @@ TEMPLATE = (
 """ChatML with tools, as Qwen has it."""
 
 
-def chat_tokenizer(strip_thinking: bool = False) -> Any:
+def chat_tokenizer(strip_thinking: bool = False, shorten: bool = False) -> Any:
     """A token for each byte. ``strip_thinking``: the template is not append-only, as it drops what stands before
-    ``</think>`` in earlier answers."""
+    ``</think>`` in earlier answers; ``shorten``: all but the first two letters of them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +43,7 @@ def chat_tokenizer(strip_thinking: bool = False) -> Any:
     found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
     found.add_special_tokens({"eos_token": END, "additional_special_tokens": [START]})
     said = "message.content.split('</think>')[-1]" if strip_thinking else "message.content"
+    said = "message.content[:2]" if shorten else said
     found.chat_template = TEMPLATE.replace("STRIPPED", said)
     return found
 
