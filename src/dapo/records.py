@@ -87,6 +87,9 @@ class Turn:
     advantage: float | None = None
     chars: tuple[int, int] = (0, 0)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chars", tuple(self.chars))  # of JSON, a list
+
     @property
     def cut(self) -> bool:
         return self.stop == "length"

@@ -120,7 +120,8 @@ def test_a_run_that_was_interrupted_begins_unfinished_episodes_anew(tmp_path):
 
 def test_an_agent_with_openais_client_is_trained_through_its_address(tmp_path):
     agent = {"environment.name": None, "environment.agent": f"{SUPPORT}/openai_agents.py:guess"}
-    train(tmp_path, agent | {"training.steps": 1})
+    ends = {"rollout.stop": list("abcdefghijklmnopqrstuvwxyz"), "environment.max_turn_tokens": 60}
+    train(tmp_path, agent | ends | {"training.steps": 1})
     (metrics,) = steps_of(tmp_path)
     assert metrics["mismatch/max"] < 1e-4 and metrics["groups/drawn"] == 2
     assert all(line["ended"] == "done" and line["correct"] is False for line in lines_of(tmp_path))

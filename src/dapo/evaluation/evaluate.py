@@ -70,7 +70,7 @@ async def evaluate(
         keep(place, replace(sample, text=text), reward)
 
     if player is not None:
-        await _play(player, prompts, engine, scorer, config, keep)
+        await play_episodes(player, prompts, engine, scorer, config, keep)
     else:
         async with task_group() as tasks:
             async for sample in engine.generate(requests):
@@ -82,7 +82,7 @@ async def evaluate(
     return Evaluation(groups, own)
 
 
-async def _play(
+async def play_episodes(
     player: Callable[[], Player],
     prompts: Sequence[Prompt],
     engine: Engine,

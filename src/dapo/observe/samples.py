@@ -89,7 +89,7 @@ def write_samples(
         The file with the samples.
     """
     found = list(groups)
-    lines = [json_line(line) for group, status in found for line in _lines(group, status, checks or {})]
+    lines = [json_line(line) for group, status in found for line in lines_of_group(group, status, checks)]
     write_atomic(tokens_path(folder, step), TokenArrays.of([group for group, _ in found], seen or {}).to_bytes())
     told = [asdict(replace(report, logprobs=None, entropy=None)) for report in reports]  # those are with the tokens
     kept = [{k: v for k, v in one.items() if k not in _WITH_TOKENS and not k.startswith("seconds_")} for one in told]
@@ -272,11 +272,12 @@ def steps_with_samples(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[dict[str, Any]]:
+def lines_of_group(group: Group, status: str, checks: Mapping[Key, Reward] | None = None) -> Iterator[dict[str, Any]]:
+    """A line of each of its samples, see the module. The arguments are those of :func:`write_samples`."""
     if status not in STATUSES:
         raise ValueError(f"status {status!r} of draw {group.draw} is not one of {', '.join(STATUSES)}")
     for sample in group.samples:
-        check = checks.get((group.draw, sample.index))
+        check = (checks or {}).get((group.draw, sample.index))
         checked: dict[str, Any] = {}
         if check is not None and check.error is None:
             checked = {"check_correct": check.correct, "check_reward": check.value}
@@ -314,7 +315,7 @@ def _sequence(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
 
 def episode_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """What the line of an episode adds to a sample, by its fields. Raises TypeError, ValueError: it is no such line."""
-    found: dict[str, Any] = {"turns": tuple(Turn(*turn[:-1], tuple(turn[-1])) for turn in line.get("turns", ()))}
+    found: dict[str, Any] = {"turns": tuple(Turn(*turn) for turn in line.get("turns", ()))}
     here = {name: _WHOLE[name] for name in (_BESIDE if "ended" in line or "turns" not in line else _WHOLE)}
     found |= {name: np.asarray(line[name], kind) for name, kind in here.items() if name in line}
     if "ended" in line:
