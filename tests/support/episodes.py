@@ -58,7 +58,7 @@ def settings(**changes: Any) -> Any:
         "rollout.samples_per_prompt": 2,
         "rollout.prompts_per_step": 1,
         "training.groups_per_update": 1,
-        "training.tokens_per_micro_batch": 4096,
+        "training.tokens_per_micro_batch": 20000,
         "algorithm.overlong_buffer.enable": False,
         "environment.workers": 2,
     }
