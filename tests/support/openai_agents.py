@@ -55,3 +55,11 @@ def guess(base_url, row):
     client = client_of(base_url)
     found = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["prompt"]}])
     return (found.choices[0].message.content or "").strip() == row["answer"]
+
+
+def short(base_url, row):
+    """Paid for an answer that ends by itself, the shorter the better."""
+    client = client_of(base_url)
+    found = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["prompt"]}])
+    choice = found.choices[0]
+    return float(choice.finish_reason == "stop") - 0.02 * len(choice.message.content)
