@@ -107,6 +107,7 @@ ORDER = (
         "training",
         "rollout",
         "reward",
+        "environments",
         "evaluation",
     ),
     *("observe", "checks", "orchestrator", "plan", "inference", "serve", "stages", "comparison", "api", "commands"),

@@ -21,6 +21,8 @@ TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 FinishReason = Literal["stop", "length"]
+NOBODY = -1
+"""The policy version of tokens that no policy sampled."""
 
 LONGEST_TEXT = 10_000
 """Characters that a reward may say of a response: a program fits. They go into memory and files for every sample."""
@@ -32,7 +34,7 @@ class Prompt:
 
     ``row`` is the identity of the prompt: its place in the data source. Two rows with equal text are two prompts.
     ``end`` is what a response goes on from: the text that the prompt as the model sees it has behind its last control
-    token, such as a ``<think>`` of the chat template; empty where it is not known.
+    token, such as a ``<think>`` of the chat template; empty where it is not known. ``messages``: of a chat's row.
     """
 
     row: int
@@ -41,6 +43,7 @@ class Prompt:
     answer: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     end: str = ""
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +71,43 @@ class Reward:
                 object.__setattr__(self, name, text[: LONGEST_TEXT - len(mark)] + mark)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the model within an episode: the tokens from ``start`` up to ``end`` of its sample.
+
+    ``stop``: why it ended, see :data:`~dapo.environments.trace.TURN_ENDS`; a turn that was ``cut`` is context for those
+    after it and nothing to learn from. ``reward``: what the environment gave for it. ``advantage``: of its own, under
+    ``environment.credit: turn``; else that of the sample counts. ``chars``: where it stands in the sample's text.
+    """
+
+    start: int
+    end: int
+    stop: str = "stop"
+    reward: float = 0.0
+    advantage: float | None = None
+    chars: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chars", tuple(self.chars))  # of JSON, a list
+
+    @property
+    def cut(self) -> bool:
+        return self.stop == "length"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One response. The engine fills the first block, the reward server the second, shaping and advantage the third.
+    """One response, or one episode of several turns. The engine fills the first block, the reward server the second,
+    shaping and advantage the third.
 
     Shapes: ``token_ids``, ``logprobs`` and ``versions`` are ``[T]`` with ``T`` the response length in tokens, the stop
     token counted. ``logprobs`` are natural logs under the very distribution sampled from, temperature included.
     ``versions`` holds the policy version that each token was sampled under.
+
+    An episode has ``turns``. What stands between them is the environment's: its tokens have log-prob 0 and the version
+    :data:`NOBODY`. ``ended`` is why the episode ended. ``prompt_ids``: what it began with, where that is not the
+    prompt of its group. ``more``: conversations that could not be appended to it, each with a prompt of its own; reward
+    and advantage are those of the episode.
 
     ``top_ids`` and ``top_logprobs``, ``[T, k]``: the k most likely tokens at each place, the most likely first, and
     their log-probabilities at the temperature of sampling (greedy: 1), before any truncation. None unless they were
@@ -89,6 +122,10 @@ class Sample:
     finish_reason: FinishReason
     top_ids: TokenArray | None = field(default=None, kw_only=True)
     top_logprobs: FloatArray | None = field(default=None, kw_only=True)
+    turns: tuple[Turn, ...] = field(default=(), kw_only=True)
+    ended: str = field(default="", kw_only=True)
+    prompt_ids: TokenArray | None = field(default=None, kw_only=True)
+    more: tuple[Sample, ...] = field(default=(), kw_only=True)
 
     text: str = ""
     reward: Reward | None = None
@@ -107,9 +144,30 @@ class Sample:
             raise ValueError(f"top_ids and top_logprobs must both be [T, k], got {ids} and {logprobs}")
 
     @property
+    def parts(self) -> tuple[Sample, ...]:
+        """The sequences of tokens that it is made of: itself, and those that could not be appended."""
+        return (self, *self.more)
+
+    @property
     def length(self) -> int:
-        """|y|: response length in tokens, the stop token counted."""
-        return len(self.token_ids)
+        """|y|: tokens that the model sampled, stop tokens counted."""
+        if not self.turns and not self.more:
+            return len(self.token_ids)
+        return sum(int((part.versions != NOBODY).sum()) for part in self.parts)
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.bool_]:
+        """``[T]``: which tokens may be learned from: the model's, but for turns that were cut."""
+        mask = np.full(len(self.token_ids), not self.turns)
+        for turn in self.turns:
+            mask[turn.start : turn.end] = not turn.cut
+        return mask
+
+    @property
+    def version_range(self) -> tuple[int, int] | None:
+        """The oldest and the newest policy version of its tokens; None: it has none."""
+        found = np.concatenate([part.versions[part.versions != NOBODY] for part in self.parts])
+        return (int(found.min()), int(found.max())) if len(found) else None
 
     @property
     def truncated(self) -> bool:
@@ -119,7 +177,8 @@ class Sample:
     @property
     def continued(self) -> bool:
         """Whether it went on under new weights: its tokens are of more than one version."""
-        return bool(self.length) and bool(self.versions[0] != self.versions[-1])
+        versions = self.version_range
+        return versions is not None and versions[0] != versions[1]
 
     @property
     def scored(self) -> bool:
@@ -154,7 +213,7 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The policy version of the oldest token: what staleness is counted from."""
-        return min(int(s.versions.min()) for s in self.samples if s.length)
+        return min(versions[0] for s in self.samples if (versions := s.version_range))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,9 +223,10 @@ class TokenBatch:
     Per sequence, ``[S]`` int64: ``lengths`` and ``prompt_lengths`` (tokens), ``draws`` (identity of the group) and
     ``indices`` (of the sample in its group). ``token_ids`` ``[T]`` int64. Per response token, ``[R]``, in sequence
     order: ``mask`` (bool: in the loss), ``behaviour_logprobs`` (float32, nats, as sampled) and ``versions`` (int64,
-    policy version sampled under). ``columns``: further numbers of each response token, ``[R]`` float32, by name, such
-    as ``advantages``, ``proximal`` and ``reference`` (log-probabilities of these policies) and ``updates_behind``
-    (optimizer updates from the token's weights to those that training on the batch began at). All are cut together.
+    policy version sampled under, :data:`NOBODY` for tokens of an environment). ``columns``: further numbers of each
+    response token, ``[R]`` float32, by name, such as ``advantages``, ``proximal`` and ``reference`` (log-probabilities
+    of these policies) and ``updates_behind`` (optimizer updates from the token's weights to those that training on the
+    batch began at). All are cut together.
     """
 
     lengths: IntArray
@@ -203,6 +263,21 @@ class TokenBatch:
     def response_lengths(self) -> IntArray:
         """``[S]``, tokens."""
         return self.lengths - self.prompt_lengths
+
+    @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """``[R]``: which tokens a policy sampled."""
+        return np.asarray(self.versions != NOBODY)
+
+    @property
+    def prompt_numbers(self) -> IntArray:
+        """``[S]``: number of the first sequence of its group that has the same prompt."""
+        starts, first = starts_of(self.lengths), dict[tuple[int, bytes], int]()
+        spans = zip(self.draws.tolist(), starts, starts + self.prompt_lengths, strict=True)
+        return np.array(
+            [first.setdefault((draw, self.token_ids[a:b].tobytes()), i) for i, (draw, a, b) in enumerate(spans)],
+            dtype=np.int64,
+        )
 
     @property
     def sample_ids(self) -> IntArray:

@@ -12,6 +12,7 @@ from dapo.data.check import CheckReport, FileReport, Measure, check_data, prompt
 from dapo.data.rows import EATEN, NO_ANSWER
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate, lost_letters
+from dapo.environments.player import scores_itself
 from dapo.errors import DataError
 from dapo.model.loading import context_limit
 from dapo.records import Prompt
@@ -34,7 +35,8 @@ def check_rows(context: CheckContext) -> Iterator[Finding]:
     context.need(context.files, "files")
     config, template = context.config, context.template
     data = config.data
-    needed = needs_answer(config.reward) or (config.monitor.check is not None and needs_answer(config.monitor.check))
+    check = config.monitor.check
+    needed = (needs_answer(config.reward) and not scores_itself(config)) or (check is not None and needs_answer(check))
     measure = Measure()
     if template is not None:
         measure = Measure(lambda: template, prompt_identity(data, config.model.tokenizer or config.model.path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,6 +68,9 @@ def generate(
     presence_penalty: Refused = None,
     frequency_penalty: Refused = None,
     settings: Settings = None,
+    environment: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Play an episode in this environment, such as file.py:Class.")
+    ] = None,
     top_logprobs: Likeliest = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the responses only.")] = False,
@@ -86,11 +89,15 @@ def generate(
             raise ConfigError("--top-logprobs: are written as JSON only; add --json")
         texts = _texts(prompts or [], data)
         refused = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        given = options.given_options(locals(), *options.SAMPLING, *refused, "data", "seed", "system")
+        given = options.given_options(locals(), *options.SAMPLING, *refused, "data", "seed", "system", "environment")
         given["--template"] = None if template is Template.AUTO else template.value
         _, config = settings_for(model, given, ONE_EACH, overrides=settings or [])
         require_files(config)
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
+            if environment is not None:
+                from dapo.inference.episodes import generate_episodes
+
+                return generate_episodes(config, texts, listener, _print_line if as_json else _print_episode)
             from dapo.inference.generate import generate_responses
 
             show = _print_json if as_json else _printer(len(texts) + (data is not None), config)
@@ -112,6 +119,22 @@ def _texts(prompts: Sequence[str], data: str | None) -> list[str]:
     if not all(texts):
         raise DataError("a prompt is empty" + ("; nothing came from standard input" if "-" in prompts else ""))
     return texts
+
+
+def _print_line(line: Mapping[str, Any]) -> None:
+    from dapo.util.files import json_line
+
+    print(json_line(line), end="", flush=True)
+
+
+def _print_episode(line: Mapping[str, Any]) -> None:
+    """The trace with its turns, and the verdict."""
+    from dapo.commands.inspect.sample_report import episode_pieces, text_lines
+
+    for label, text in [("prompt", line["prompt"]), *episode_pieces(line)]:
+        print("\n".join(text_lines(label, text, 100, True)))
+    reward = line["reward"]
+    print(f"  reward   | {reward:+g}\n" if reward is not None else f"  reward   | none: {line['error']}\n", flush=True)
 
 
 def _print_json(response: Response) -> None:

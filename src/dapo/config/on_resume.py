@@ -17,6 +17,7 @@ MAY_CHANGE = (
     *_keys("reward", "url token_env api_key_env cache"),
     *_keys("rollout", "url token_env model request text timeout_s give_up_after_s"),
     *_keys("runtime", "sync address engine reward"),
+    *_keys("environment", "timeout_s tool_timeout_s workers"),
     *("data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
 )
 """Keys, and sections with all of their keys, that change nothing but limits, evaluation and what is done around
@@ -32,6 +33,7 @@ FROM_THE_NEXT_STEP = (
     *_keys("algorithm.correction", "kind level cap low high"),
     *_keys("algorithm.kl", "estimator coef target horizon"),
     *_keys("algorithm.critic", "learning_rate warmup_steps clip gamma lam whiten"),
+    "environment.credit",
 )
 """Keys of objective and optimizer. A step that is under way is finished with those that it began with."""
 
@@ -40,6 +42,7 @@ BETWEEN_STEPS = (
     *_keys("rollout", "prompts_per_step samples_per_prompt max_response_length"),
     *_keys("rollout", "max_staleness ahead in_flight engine_args"),
     *_keys("algorithm", "filter_groups.enable filter_groups.metric filter_groups.tolerance kl.mode"),
+    *_keys("environment", "max_turns max_turn_tokens"),
 )
 """Keys of what is sampled and kept. Inside of a step, of which there are samples already, they are refused."""
 
@@ -75,6 +78,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "the KL would be to another policy": ("algorithm.kl.reference",),
     "Adam's moments were made with it": ("training.betas",),
     "it has to hold for the whole run": ("runtime.deterministic",),
+    "it would be another task": _keys("environment", "name agent reply_chars"),
     "rewards so far would mean something else": ("reward",),
 }
 """Keys that never change, by the reason; of ``reward`` all that no other table has."""

@@ -12,6 +12,7 @@ from dapo.config import sections
 from dapo.config.algorithm import AlgorithmConfig
 from dapo.config.composed_reward import MonitorConfig, RewardConfig
 from dapo.config.data import DataConfig
+from dapo.config.environment import EnvironmentConfig
 from dapo.config.placement import conflicts_of_placement
 from dapo.config.reward import MathReward
 from dapo.config.runtime import RuntimeConfig
@@ -27,6 +28,7 @@ class Config(Section):
     model: sections.ModelConfig
     data: DataConfig = DataConfig()
     rollout: sections.RolloutConfig = sections.RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = MathReward()
     monitor: MonitorConfig = MonitorConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -12,6 +12,8 @@ def own_parts(config: Config) -> dict[str, str]:
         "algorithm.objective": config.algorithm.objective,
         "algorithm.advantage.kind": config.algorithm.advantage.kind,
         "data.source": config.data.source or "",
+        "environment.name": config.environment.name or "",
+        "environment.agent": config.environment.agent or "",
         "rollout.engine": config.rollout.engine,
         **{f"run.trackers.{place}": name for place, name in enumerate(config.run.trackers)},
         **{f"evaluation.metrics.{metric}": name for metric, name in config.evaluation.metrics.items()},

@@ -62,6 +62,11 @@ class Row:
             return self.prompt[0]["content"]
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
 
+    @property
+    def messages(self) -> Messages:
+        """Those of a prompt that is a chat; of a text none."""
+        return () if isinstance(self.prompt, str) else self.prompt
+
 
 @dataclass(frozen=True, slots=True)
 class Keys:

@@ -170,7 +170,7 @@ def read_prompts(
             for what, said in row.doubts(rows.keys(number)):
                 doubts.setdefault(what, []).append(f"{row.place}: {said}")
             ids = encode(row, template)
-            prompts.append(Prompt(number, row.text, ids, row.answer, row.meta, template.end(ids)))
+            prompts.append(Prompt(number, row.text, ids, row.answer, row.meta, template.end(ids), row.messages))
         except BadRow as fault:
             faults.append(f"{rows.place(number)}: {fault}")
     if faults:
@@ -285,7 +285,8 @@ class PromptSource:
         row = source.rows[number]
         ids = encode(row, self._template)
         end = self._template.end(ids)
-        return Prompt(self._starts[stream] + number, row.text, ids, source.answer(number, row), row.meta, end)
+        start, answer = self._starts[stream], source.answer(number, row)
+        return Prompt(start + number, row.text, ids, answer, row.meta, end, row.messages)
 
     def _skip(self, fault: str, new: bool) -> None:
         """Go on without a row, or stop; ``new``: nobody heard of it yet."""

@@ -168,7 +168,7 @@ class PromptTemplate:
         """Token ids of a prompt. With a chat template the template is the authority on special tokens, otherwise the
         tokenizer; either way there is at most one BOS token, and a plain prompt does not end with EOS.
         Raises DataError: the tokenizer's chat template refuses the messages, or the model lacks one of the tokens."""
-        messages = self._messages(prompt)
+        messages = self.messages(prompt)
         if self._uses_chat:
             return self._checked(self._chat_ids(messages))
         return self.encode_text("\n\n".join(message["content"] for message in messages))
@@ -256,6 +256,25 @@ class PromptTemplate:
         """The tokenizer's chat template, with what the recipe gives it. ``how``: as Transformers has it."""
         return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **self._how, **how)
 
+    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
+        """The text of a conversation up to where the model is to speak; without a chat template what is said, one after
+        the other. Raises DataError: the template refuses the messages."""
+        if not self._uses_chat:
+            return "".join(str(message["content"]) for message in messages)
+        try:
+            return str(self.apply(messages, tokenize=False, add_generation_prompt=True, tools=list(tools) or None))
+        except Exception as error:  # templates raise their own kinds
+            raise DataError(f"the tokenizer's chat template refuses the conversation: {error}") from None
+
+    def continuing_ids(self, text: str) -> list[int]:
+        """Token ids of a text with the control tokens in it, to which nothing is added."""
+        return self._checked(list(self._tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    @cached_property
+    def source(self) -> str:
+        """The chat template; empty: none is used."""
+        return str(self._tokenizer.get_chat_template()) if self._uses_chat else ""
+
     def _check_kwargs(self, text: str) -> None:
         """Raises ConfigError: a variable is given that the chat template does not have, so that nothing would come of
         it."""
@@ -282,7 +301,8 @@ class PromptTemplate:
         except DataError as error:
             raise ConfigError(f"data.chat_template: {file}: {error}") from None
 
-    def _messages(self, prompt: str | Messages) -> list[Mapping[str, str]]:
+    def messages(self, prompt: str | Messages) -> list[Mapping[str, str]]:
+        """A prompt as messages, with what the recipe puts around it."""
         config = self._config
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         last = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])

@@ -5,17 +5,19 @@ Consumes: prompts. Produces: an :class:`Evaluation`. Waits for the engine and th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from dapo.config import Config
+from dapo.environments.player import Player
 from dapo.errors import ConfigError, RewardError
 from dapo.evaluation.result import Evaluation
-from dapo.records import Group, Prompt, Sample
+from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
-from dapo.rollout.seeds import sample_seed
+from dapo.rollout.seeds import sample_seed, turn_seed
 from dapo.util.asynchronous import in_thread, task_group
 from dapo.util.user_code import describe
 
@@ -33,11 +35,13 @@ async def evaluate(
     config: Config,
     progress: Callable[[int, int], None] = lambda done, total: None,
     metrics: Mapping[str, Metric] | None = None,
+    player: Callable[[], Player] | None = None,
 ) -> Evaluation:
     """Sample ``evaluation.samples_per_prompt`` responses to each prompt and score them.
 
     The same run seed gives the same samples for the same weights, whatever was trained in between.
     ``progress``: called with samples done and samples in all. ``metrics``: the user's own, by name.
+    ``player``: makes one that plays episodes, in place of single responses.
 
     Raises:
         RewardError: the reward function broke its contract, or too many scores failed.
@@ -55,21 +59,55 @@ async def evaluate(
     total = len(prompts) * len(wanted)
     found: dict[tuple[int, int], Sample] = {}
 
+    def keep(place: int, sample: Sample, reward: Reward) -> None:
+        found[place, sample.index] = replace(sample, reward=reward)
+        progress(len(found), total)
+
     async def score(sample: Sample) -> None:
         text = decode(sample.token_ids.tolist())
         place = ~sample.request_id
         reward = await scorer.score(prompts[place], text, sample.finish_reason)
-        found[place, sample.index] = replace(sample, text=text, reward=reward)
-        progress(len(found), total)
+        keep(place, replace(sample, text=text), reward)
 
-    async with task_group() as tasks:
-        async for sample in engine.generate(requests):
-            tasks.create_task(score(sample))
+    if player is not None:
+        await play_episodes(player, prompts, engine, scorer, config, keep)
+    else:
+        async with task_group() as tasks:
+            async for sample in engine.generate(requests):
+                tasks.create_task(score(sample))
     _check_errors([s.reward.error for s in found.values() if s.reward and s.reward.error], total, config)
     each = (Group(place, prompt, tuple(found[place, i] for i in wanted)) for place, prompt in enumerate(prompts))
     groups = tuple(each)
     own = {name: await in_thread(_measure, name, metric, groups) for name, metric in (metrics or {}).items()}
     return Evaluation(groups, own)
+
+
+async def play_episodes(
+    player: Callable[[], Player],
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    scorer: Scorer,
+    config: Config,
+    keep: Callable[[int, Sample, Reward], None],
+) -> None:
+    """An episode for each sample, each turn a request of its own."""
+    sampling, numbers = evaluation_sampling(config), itertools.count(-1, -1)
+
+    async def one(play: Player, place: int, prompt: Prompt, index: int) -> None:
+        async def ask(context: tuple[int, ...], turn: int, most: int) -> Sample:
+            seed = turn_seed(config.seed, prompt.row, _DRAW, index, turn)
+            request = Request(next(numbers), context, (seed,), replace(sampling, max_tokens=most))
+            return await anext(aiter(engine.generate([request])))
+
+        async with play.seat() as session:
+            played = await play.play(session, prompt, ask)
+        sample = played.sample(place, index, prompt)
+        keep(place, sample, await played.scored(sample, prompt, scorer))
+
+    async with player() as play, task_group() as tasks:
+        for place, prompt in enumerate(prompts):
+            for index in range(config.evaluation.samples_per_prompt):
+                tasks.create_task(one(play, place, prompt, index))
 
 
 def _measure(name: str, metric: Metric, groups: Sequence[Group]) -> float:

@@ -23,6 +23,7 @@ from dapo.config.user_parts import own_metrics
 from dapo.data.parts import open_table
 from dapo.data.rows import BadRow, Keys, listed
 from dapo.data.source import read_prompts
+from dapo.environments.player import player_for, scores_itself
 from dapo.errors import DataError
 from dapo.evaluation.benchmarks import Published
 from dapo.evaluation.evaluate import evaluate
@@ -107,13 +108,14 @@ def evaluate_files(
             resources.push_async_callback(scorer.close)
             resources.push_async_callback(engine.close)
             await scorer.start()
-            for file, found in prompts.items():
+            for file, found in prompts.items() if not scores_itself(config) else ():
                 await examine_rows(file, found, scorer, listener)
             for (file, found), name in zip(prompts.items(), short_names(list(prompts)), strict=True):
                 listener.phase(f"evaluating on {name}: {len(found)} rows")
                 started = time.perf_counter()
-                decode = prompting.template.decode
-                evaluation = await evaluate(found, engine, scorer, decode, config, listener.advance, metrics)
+                work = (found, engine, scorer, prompting.template.decode)
+                player = player_for(config, prompting.template, evaluation=True)
+                evaluation = await evaluate(*work, config, listener.advance, metrics, player)
                 results.append(FileResult(name, file, evaluation, time.perf_counter() - started))
                 listener.evaluated(name, evaluation.metrics())
                 written = write(prompting.config, results)
@@ -148,7 +150,7 @@ def _prompts(prompting: Prompting, item: DataItem, listener: Listener, inputs: R
         config.data,
         [item] if inputs.heldout is None else inputs.heldout,
         prompting.template,
-        answer_required=inputs.reward is None and needs_answer(config.reward),
+        answer_required=inputs.reward is None and not scores_itself(config) and needs_answer(config.reward),
         limit=config.evaluation.rows,
         warn=lambda text: listener.warning(f"{label_of(item)}: {text}"),
     )

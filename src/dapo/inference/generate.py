@@ -61,7 +61,7 @@ def generate_responses(
         raise ConfigError("rollout.engine: dapo generate samples in this process; use dapo evaluate --server URL")
     listener.phase("loading the tokenizer")
     prompting = load_prompting(config, model, tokenizer)
-    prompts = _prompts(prompting, texts)
+    prompts = prompts_for(prompting, texts)
     for said in doubts(prompting, prompts):
         listener.warning(said)
     for line in settings_lines(prompting.config):
@@ -74,7 +74,7 @@ def generate_responses(
     run_async(lambda: _generate(prompting, engine, everything, show, top_logprobs))
 
 
-def _prompts(prompting: Prompting, texts: Sequence[str | Messages]) -> dict[str, tuple[Prompt, ...]]:
+def prompts_for(prompting: Prompting, texts: Sequence[str | Messages]) -> dict[str, tuple[Prompt, ...]]:
     """By where they come from. Raises DataError if a row is bad, or the tokenizer knows nothing of a prompt."""
     found: dict[str, tuple[Prompt, ...]] = {}
     if texts:

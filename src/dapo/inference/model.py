@@ -49,6 +49,7 @@ _FROM_RECIPE = {
     "model": {"tokenizer", "compute_dtype", "trust_remote_code"},
     "data": {"prompt_key", "answer_key", "max_prompt_length", *DataConfig.WRITING},
     "rollout": {"max_response_length", "stop_token_ids", "stop", "max_concurrent_samples", "cache_gib", *_OF_VLLM},
+    "environment": True,
     "reward": True,
     "evaluation": {
         *("data", "rows", "samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "stop"),
@@ -98,6 +99,7 @@ _OPTIONS = {
     "system": "data.system",
     "template": "data.template",
     "server": "rollout.url",
+    "environment": "environment.name",
 }
 """Keys of the config that options of commands, and arguments of Python's functions, stand for; all others are keys of
 ``evaluation`` by their own names."""
@@ -254,6 +256,11 @@ def load_engine(
     limit = prompting.config.evaluated_length
     check_positions(prompts, limit, model.config)
     longest = max(len(p.token_ids) for several in prompts.values() for p in several)
+    if prompting.config.environment.on:
+        from dapo.checks.start import check_lengths
+
+        check_lengths(prompting.config, model.config)
+        longest = max(longest, prompting.config.data.max_prompt_length)  # tools are a part of it
     return engine_for(prompting, model, stop_ids, longest + limit, samples)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from dapo.errors import UserError
 from dapo.observe.samples import TokenArrays, sample_lines, samples_path, tokens_path
+from dapo.records import NOBODY
 from dapo.util.files import parse_json
 
 COLUMNS: Mapping[str, str] = {
@@ -111,9 +112,11 @@ def _measures(path: Path, rows: list[Row]) -> list[Row]:
     changes = [a["draw"] != b["draw"] for a, b in pairwise(rows)]
     groups = np.cumsum([0, *changes], dtype=np.int64)[: len(rows)].tolist()
     prompts = arrays.prompt_lengths.tolist()
-    means = {"logprob_engine": arrays.logprobs, "logprob_trainer": arrays.trainer_logprobs, "entropy": arrays.entropy}
-    count = np.maximum(arrays.lengths, 1)
-    gaps = np.abs(arrays.logprobs - arrays.trainer_logprobs)
+    sampled = arrays.versions != NOBODY
+    every = {"logprob_engine": arrays.logprobs, "logprob_trainer": arrays.trainer_logprobs, "entropy": arrays.entropy}
+    means = {name: np.where(sampled, values, 0) for name, values in every.items()}
+    count = np.maximum(np.array(_each(np.add, sampled.astype(np.float64), arrays.lengths, 1), np.float64), 1)
+    gaps = np.abs(means["logprob_engine"] - means["logprob_trainer"])
     columns = {
         "prompt_length": [prompts[group] if group < len(prompts) else None for group in groups],
         **{name: _each(np.add, of.astype(np.float64), arrays.lengths, count) for name, of in means.items()},

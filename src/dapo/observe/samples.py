@@ -7,7 +7,10 @@ files per step, each whole or not at all; a step that is made again after a resu
 ``prompt_end`` ``response`` ``extracted`` ``gold`` (texts), ``correct`` ``reward`` ``parts`` ``error`` (the verdict),
 ``shaped_reward`` ``advantage`` ``in_loss`` (what training sees; null and false where the group was not trained on),
 ``length`` ``finish_reason`` ``versions`` (first and last policy version of its tokens) and ``status``; where the
-held-out check was asked ``check_correct`` and ``check_reward``, too.
+held-out check was asked ``check_correct`` and ``check_reward``, too. Of an episode ``length`` counts all tokens behind
+the first prompt and ``sampled`` those of the model; ``ended`` and ``turns`` (of each: start, end, stop, reward,
+advantage, chars) are as in :class:`~dapo.records.Sample`, ``prompt_ids`` is what it began with if that was not the
+prompt, and ``more`` holds its further sequences whole.
 
 ``step-00012.safetensors`` holds what is a number per token, in the order of these lines: see :class:`TokenArrays`.
 ``step-00012.updates.json`` holds the report of each optimizer update, but for times.
@@ -20,7 +23,7 @@ import operator
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,7 +31,7 @@ import numpy as np
 
 from dapo.config.secrets import redact
 from dapo.errors import UserError
-from dapo.records import Group, Reward, Sample
+from dapo.records import Group, Reward, Sample, Turn
 from dapo.util.files import json_line, lines_of, parse_json, write_atomic, write_json
 
 if TYPE_CHECKING:
@@ -86,7 +89,7 @@ def write_samples(
         The file with the samples.
     """
     found = list(groups)
-    lines = [json_line(line) for group, status in found for line in _lines(group, status, checks or {})]
+    lines = [json_line(line) for group, status in found for line in lines_of_group(group, status, checks)]
     write_atomic(tokens_path(folder, step), TokenArrays.of([group for group, _ in found], seen or {}).to_bytes())
     told = [asdict(replace(report, logprobs=None, entropy=None)) for report in reports]  # those are with the tokens
     kept = [{k: v for k, v in one.items() if k not in _WITH_TOKENS and not k.startswith("seconds_")} for one in told]
@@ -138,10 +141,11 @@ class TokenArrays:
         prompts = [np.asarray(group.prompt.token_ids, np.int32) for group in groups]
         found = [(group.draw, p, s) for p, group in zip(prompts, groups, strict=True) for s in group.samples]
         samples = [sample for *_, sample in found]
-        nothing = {s.length: (np.full(s.length, np.nan, np.float32),) * 2 for s in samples}
-        computed = [(seen or {}).get((draw, s.index), nothing[s.length]) for draw, _, s in found]
+        sizes = [len(sample.token_ids) for sample in samples]
+        nothing = {size: (np.full(size, np.nan, np.float32),) * 2 for size in sizes}
+        computed = [(seen or {}).get((draw, s.index), nothing[n]) for (draw, _, s), n in zip(found, sizes, strict=True)]
         return cls(
-            lengths=np.array([sample.length for sample in samples], np.int32),
+            lengths=np.array(sizes, np.int32),
             checksums=np.array([checksum(p, s.token_ids, s.logprobs, s.versions) for _, p, s in found], np.uint32),
             token_ids=_joined([sample.token_ids for sample in samples], np.int32),
             logprobs=_joined([sample.logprobs for sample in samples], np.float32),
@@ -268,11 +272,12 @@ def steps_with_samples(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[dict[str, Any]]:
+def lines_of_group(group: Group, status: str, checks: Mapping[Key, Reward] | None = None) -> Iterator[dict[str, Any]]:
+    """A line of each of its samples, see the module. The arguments are those of :func:`write_samples`."""
     if status not in STATUSES:
         raise ValueError(f"status {status!r} of draw {group.draw} is not one of {', '.join(STATUSES)}")
     for sample in group.samples:
-        check = checks.get((group.draw, sample.index))
+        check = (checks or {}).get((group.draw, sample.index))
         checked: dict[str, Any] = {}
         if check is not None and check.error is None:
             checked = {"check_correct": check.correct, "check_reward": check.value}
@@ -289,11 +294,42 @@ def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[
             "shaped_reward": _finite(sample.shaped_reward),
             "advantage": _finite(sample.advantage),
             "in_loss": sample.in_loss and status == "kept",
-            "length": sample.length,
+            "length": len(sample.token_ids),
             "finish_reason": sample.finish_reason,
-            "versions": [int(sample.versions[0]), int(sample.versions[-1])] if sample.length else [],
+            "versions": [*(sample.version_range or ())],
+            **(_episode(sample) if sample.turns else {}),
             **checked,
         }
+
+
+def _episode(sample: Sample) -> dict[str, Any]:
+    return {"sampled": sample.length, "ended": sample.ended, **_sequence(sample, _BESIDE)} | {
+        "more": [_sequence(part, tuple(_WHOLE)) for part in sample.more]
+    }
+
+
+def _sequence(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
+    arrays = {name: value.tolist() for name in names if (value := getattr(sample, name)) is not None}
+    return {"turns": [[*astuple(turn)] for turn in sample.turns], **arrays}
+
+
+def episode_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What the line of an episode adds to a sample, by its fields. Raises TypeError, ValueError: it is no such line."""
+    found: dict[str, Any] = {"turns": tuple(Turn(*turn) for turn in line.get("turns", ()))}
+    here = {name: _WHOLE[name] for name in (_BESIDE if "ended" in line or "turns" not in line else _WHOLE)}
+    found |= {name: np.asarray(line[name], kind) for name, kind in here.items() if name in line}
+    if "ended" in line:
+        parts = [episode_of(part) for part in line["more"]]
+        head = {"request_id": line["draw"], "index": line["index"], "finish_reason": line["finish_reason"]}
+        found |= {"ended": line["ended"], "more": tuple(Sample(**head, **part) for part in parts)}
+    return found
+
+
+_BESIDE = ("prompt_ids",)
+_WHOLE: Mapping[str, Any] = {
+    **{"prompt_ids": np.int32, "token_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
+}
+"""Of a sequence: what is kept in the line of an episode, beside the arrays, and of sequences that have none there."""
 
 
 def _finite(value: float) -> float | None:

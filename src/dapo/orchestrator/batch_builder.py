@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dapo.algorithm.advantage import OVER_THE_BATCH, Estimator, normalised, with_advantages
+from dapo.algorithm.credit import with_turn_advantages
 from dapo.algorithm.kl import AdaptiveKL, sample_kl
 from dapo.algorithm.shaping import shape_rewards, subtract_kl
 from dapo.config import Config
@@ -161,17 +162,21 @@ class BatchBuilder:
         advantage = self.config.algorithm.advantage
         kind, epsilon = self._own or advantage.kind, advantage.epsilon
         found = [with_advantages(group, kind=kind, epsilon=epsilon) for group in groups]
+        if self.config.environment.credit == "turn":
+            return [with_turn_advantages(group, kind=kind, epsilon=epsilon) for group in found]
         return normalised(found, loss_tokens, epsilon) if kind in OVER_THE_BATCH else found
 
     def _take_kl_off(self, groups: Sequence[Group], batch: TokenBatch) -> Iterator[Group]:
         """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""
+        parts = [len(sample.parts) for group in groups for sample in group.scored]
+        episodes = np.repeat(np.arange(len(parts)), parts)  # the KL of an episode is that of all its sequences
         kl = sample_kl(
             torch.from_numpy(batch.proximal),
             torch.from_numpy(batch.columns["reference"]),
             self.config.algorithm.kl.estimator,
-            mask=torch.ones(batch.num_response_tokens, dtype=torch.bool),
-            sample_ids=torch.from_numpy(batch.sample_ids),
-            num_samples=batch.num_samples,
+            mask=torch.from_numpy(batch.sampled),
+            sample_ids=torch.from_numpy(episodes[batch.sample_ids]),
+            num_samples=len(parts),
         ).tolist()
         for group in groups:
             count = len(group.scored)  # which is what was packed of it

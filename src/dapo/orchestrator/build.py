@@ -22,6 +22,7 @@ from dapo.checks.start import (
 from dapo.config import Config, warnings_for
 from dapo.data.source import PromptSource
 from dapo.data.template import PromptTemplate
+from dapo.environments.player import check_environment, scores_itself
 from dapo.errors import extra
 from dapo.model.loading import embedding_rows, load_tokenizer
 from dapo.model.placement import device_of, engine_device
@@ -66,6 +67,8 @@ class Setup:
             with extra("ray", "runtime.kind=ray"):
                 import ray  # noqa: F401
         check_own_parts(config, overrides.objective, overrides.engine)
+        if config.environment.on:
+            check_environment(config)
         for warning in warnings_for(config, overrides.heldout):
             listener.warning(warning)
         device = device_of(config)
@@ -122,7 +125,8 @@ class Rewards:
         Raises UserError: rows cannot be scored, or the reward or the held-out check breaks its contract."""
         await self.scorer.start()
         by_python = setup.overrides.reward is not None
-        await try_reward(setup.config, self.scorer, setup.source, setup.heldout, listener, by_python)
+        if by_python or not scores_itself(setup.config):
+            await try_reward(setup.config, self.scorer, setup.source, setup.heldout, listener, by_python)
         if self.check_scorer is not None:
             await try_check(self.check_scorer, setup.source, listener)
 

@@ -27,9 +27,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo.config import Config
+from dapo.environments.player import Player
 from dapo.errors import DataError, StarvedError
 from dapo.orchestrator.dynamic_sampling import DynamicSampling, starved_message
 from dapo.orchestrator.encoded_state import lost, require_lasting
+from dapo.orchestrator.episode_sampler import sampling
 from dapo.orchestrator.group_sampler import GroupSampler
 from dapo.orchestrator.in_flight import Hold, InFlight
 from dapo.orchestrator.pending_group import AcceptanceRate, PendingGroup
@@ -38,7 +40,7 @@ from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.records import Group
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, InterruptibleEngine
-from dapo.util.asynchronous import Channel, next_event, task_group, until_done
+from dapo.util.asynchronous import Channel, next_event, until_done
 
 Progress = Callable[[int, int, str], object]
 """Hears how much is done, of how much, and a note."""
@@ -78,12 +80,13 @@ class Collector:
         config: Config,
         progress: Progress = lambda done, total, note: None,
         vocabulary: int | None = None,
+        player: Callable[[], Player] | None = None,
     ) -> None:
-        """``vocabulary``: how many tokens the model knows; None: it is not known."""
+        """``vocabulary``: how many tokens the model knows; None: not known. ``player``: makes one, for episodes."""
         self.engine = engine
         self._source = source
         self._scorer = scorer
-        self._tokens = decode, vocabulary
+        self._tokens, self._player = (decode, vocabulary), player
         self._config = config
         self._progress = progress
         self._position = _Position()
@@ -259,9 +262,8 @@ class Collector:
     async def _produce(self, in_flight: InFlight) -> None:
         """One batch after the other, as they are asked for; whoever waits hears why there are no more."""
         try:
-            async with task_group() as tasks:
-                work = (self.engine, self._scorer, self._tokens[0], self._config)
-                sampler = GroupSampler(*work, in_flight, tasks, self._heard.set)
+            work = (self.engine, self._scorer, self._tokens[0], self._config, in_flight)
+            async with sampling(self._player, *work, self._heard.set) as sampler:
                 while True:
                     self._ready.put(await self._next_batch(sampler))
         except BaseException as error:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from dapo.errors import UserError
 from dapo.orchestrator.rollout_batch import RolloutBatch, RolloutStats
-from dapo.records import Group, Prompt, Reward, Sample, TokenBatch
+from dapo.records import Group, Prompt, Reward, Sample, TokenBatch, Turn
 from dapo.training.update_report import Mismatch, UpdateReport
 from dapo.util.files import plain, read_json, write_atomic
 
@@ -27,7 +27,7 @@ STATE, ARRAYS = "state.json", "state.safetensors"
 
 _RECORDS: Mapping[str, Callable[..., Any]] = {
     kind.__name__: kind
-    for kind in (Prompt, Reward, Sample, Group, RolloutBatch, RolloutStats, TokenBatch, Mismatch, UpdateReport)
+    for kind in (Prompt, Reward, Turn, Sample, Group, RolloutBatch, RolloutStats, TokenBatch, Mismatch, UpdateReport)
 } | {"FillStats": RolloutStats}  # its name in older checkpoints
 _MARKS = ("$record", "$tuple", "$float", "$array", "$items")
 

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from dapo.config import Config
+from dapo.environments.player import Player
 from dapo.evaluation.early_stopping import EarlyStopping
 from dapo.evaluation.evaluate import Metric, evaluate
 from dapo.evaluation.result import Evaluation
@@ -43,12 +44,14 @@ class Evaluator:
         early_stopping: EarlyStopping,
         listener: Listener,
         metrics: Mapping[str, Metric],
+        player: Callable[[], Player] | None = None,
     ) -> None:
-        """``engine``: gives the one to evaluate with, which has the present weights and nothing else to do."""
+        """``engine``: gives the one to evaluate with, which has the present weights and nothing else to do. ``player``:
+        makes one, for episodes."""
         self._config, self._heldout = config, heldout
         self._engine, self._scorer, self._decode = engine, scorer, decode
         self._state, self._early_stopping, self._listener = state, early_stopping, listener
-        self._metrics = metrics
+        self._metrics, self._player = metrics, player
         self.changes: Sequence[Change] = ()
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
@@ -106,7 +109,7 @@ class Evaluator:
         self._listener.phase(f"evaluating {name}")
         async with self._engine() as engine:
             work = (self._heldout, engine, self._scorer, self._decode, self._config)
-            return await evaluate(*work, self._listener.advance, self._metrics)
+            return await evaluate(*work, self._listener.advance, self._metrics, self._player)
 
 
 def _scores(found: Evaluation) -> dict[str, Any]:

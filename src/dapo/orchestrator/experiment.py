@@ -20,6 +20,7 @@ from dapo.config import Config
 from dapo.config.plan import plan_of
 from dapo.config.reading import with_values
 from dapo.config.user_parts import own_metrics
+from dapo.environments.player import player_for
 from dapo.errors import StarvedError
 from dapo.model.export import export_dtype
 from dapo.model.placement import take_turns
@@ -128,6 +129,7 @@ class Experiment(KeptRun):
             self.early_stopping,
             self.listener,
             own_metrics(self.config, self.setup.overrides.metrics),
+            player_for(self.config, setup.template, evaluation=True),
         )
         return found
 

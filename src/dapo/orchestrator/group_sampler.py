@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,18 +93,24 @@ class GroupSampler:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
+    def _wanted(self, draw: PendingGroup) -> int:
+        return self._size if draw.turn is None else 1
+
     def _request(self, draw: PendingGroup) -> Request:
         rollout = self._config.rollout
-        draw.asked = tuple(i for i in range(self._size) if i not in draw.received)
-        seeds = (sample_seed(self._config.seed, draw.prompt.row, draw.number, i) for i in draw.asked)
-        sampling = Sampling(rollout.temperature, rollout.max_response_length, stop=tuple(rollout.stop))
+        draw.asked = tuple(i for i in range(self._wanted(draw)) if i not in draw.received)
+        most, row = rollout.max_response_length, draw.prompt.row
+        seeds: Iterable[int] = (sample_seed(self._config.seed, row, draw.number, i) for i in draw.asked)
+        if draw.turn is not None:
+            seeds, most = draw.turn[:1], draw.turn[1]
+        sampling = Sampling(rollout.temperature, most, stop=tuple(rollout.stop))
         begun = enumerate(draw.asked)
         drafts = tuple(replace(draw.drafts[i], index=place) for place, i in begun if i in draw.drafts)
         return Request(draw.number, draw.prompt.token_ids, tuple(seeds), sampling, drafts)
 
     async def _read(self, draws: Sequence[PendingGroup]) -> None:
         """Take the samples of ``draws`` as they finish, in further streams where one is interrupted."""
-        while short := [d for d in draws if len(d.received) < self._size]:
+        while short := [d for d in draws if len(d.received) < self._wanted(d)]:
             async with self.in_flight.asking_for(short):
                 await self._stream(short)
 
@@ -145,7 +151,8 @@ class GroupSampler:
         draw.drafts.pop(sample.index, None)
         self.tokens += sample.length
         self._last_sample = time.perf_counter()
-        self._spawn(self._score(draw, sample))
+        if draw.turn is None:
+            self._spawn(self._score(draw, sample))
 
     async def _score(self, draw: PendingGroup, sample: Sample) -> None:
         text = self._decode(sample.token_ids.tolist())

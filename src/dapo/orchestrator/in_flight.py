@@ -39,7 +39,7 @@ class InFlight:
         self._draws: dict[int, PendingGroup] = {}
         self._fewer, self._gate = asyncio.Event(), asyncio.Event()
         self._gate.set()
-        self._holds = 0
+        self._holds = self._episodes = 0
         self.interrupted = False
         self.spans = Spans()
 
@@ -65,6 +65,19 @@ class InFlight:
             self._fewer.set()
 
     @contextlib.asynccontextmanager
+    async def playing(self) -> AsyncIterator[None]:
+        """Inside, an episode is played. Where what is in flight is waited for, that is the whole of it; otherwise what
+        goes on, or is begun again, are its turns."""
+        while not self._gate.is_set():
+            await self._gate.wait()
+        self._episodes += 1
+        try:
+            yield
+        finally:
+            self._episodes -= 1
+            self._fewer.set()
+
+    @contextlib.asynccontextmanager
     async def holding(self, before: Hold) -> AsyncIterator[None]:
         """Inside, nothing more is asked of the engine; after an error this stays so. Beside an evaluation what is in
         flight goes on; at new weights and in a pause ``rollout.in_flight`` decides; before the engine sleeps nothing
@@ -73,7 +86,7 @@ class InFlight:
         if self._holds == 1:
             sleep, can_go_on = before == "sleep", isinstance(self._engine, InterruptibleEngine)
             if before != "evaluation" and (self.policy == "drain" or (sleep and not can_go_on)):
-                await self._until_empty()  # streams that have begun are read to their end
+                await self._until_empty(episodes=True)  # streams that have begun are read to their end
             self._gate.clear()
             if sleep or (before != "evaluation" and self.policy == "restart"):
                 await self._interrupt()
@@ -85,8 +98,8 @@ class InFlight:
             self._gate.set()
             self._go_on()
 
-    async def _until_empty(self) -> None:
-        while self._draws:
+    async def _until_empty(self, episodes: bool = False) -> None:
+        while self._draws or (episodes and self._episodes):
             self._fewer.clear()
             await self._fewer.wait()
 

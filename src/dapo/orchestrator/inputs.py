@@ -19,6 +19,7 @@ from dapo.config.user_parts import own_part
 from dapo.data.rows import Table
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
+from dapo.environments.player import scores_itself
 from dapo.errors import DataError, ModelError, extra, first_line
 from dapo.model.adapters import find_adapter
 from dapo.model.loading import (
@@ -241,8 +242,8 @@ def heldout_prompts(
 
 
 def _needs_answer(config: Config, inputs: RunOverrides) -> bool:
-    check = config.monitor.check
-    return (inputs.reward is None and needs_answer(config.reward)) or (check is not None and needs_answer(check))
+    check, own = config.monitor.check, inputs.reward is not None or scores_itself(config)
+    return (not own and needs_answer(config.reward)) or (check is not None and needs_answer(check))
 
 
 def described_model(config: Config, inputs: RunOverrides) -> Any:

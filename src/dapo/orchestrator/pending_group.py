@@ -65,6 +65,8 @@ class PendingGroup:
     """Samples that were begun again."""
     dropped_tokens: int = 0
     """Of samples that were begun again."""
+    turn: tuple[int, int] | None = None
+    """Of a request for one turn of an episode: its seed and the most tokens that it may have."""
 
     @classmethod
     def carry(cls, group: Group) -> PendingGroup:

@@ -10,6 +10,7 @@ from typing import Any
 from dapo.checks.start import notice_generation_config
 from dapo.config import Config
 from dapo.data.source import PromptSource
+from dapo.environments.player import player_for
 from dapo.model.loading import embedding_rows
 from dapo.observe.fingerprint import fingerprint
 from dapo.observe.progress import Listener
@@ -95,5 +96,6 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     in_flight_policy(config, placed.engine)  # refused before the first evaluation
     progress = partial(listener.working, "rollout")
     rows = embedding_rows(placed.model)
-    collector = Collector(drawn, placed.engine, scorer, template.decode, config, progress, rows)
+    player = player_for(config, template)
+    collector = Collector(drawn, placed.engine, scorer, template.decode, config, progress, rows, player)
     return Roles(placed, builder, collector, source, found)

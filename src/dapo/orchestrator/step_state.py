@@ -87,4 +87,7 @@ class StepState:
         found[0] = batch.columns.get("proximal", found[0])
         keys = zip(batch.draws.tolist(), batch.indices.tolist(), strict=True)
         parts = np.split(found, np.cumsum(batch.response_lengths)[:-1], axis=1)
-        return {key: (logprobs, entropy) for key, (logprobs, entropy) in zip(keys, parts, strict=False)}
+        seen: dict[Key, tuple[Any, Any]] = {}
+        for key, (logprobs, entropy) in zip(keys, parts, strict=False):
+            seen.setdefault(key, (logprobs, entropy))  # of an episode in several sequences those of the first
+        return seen

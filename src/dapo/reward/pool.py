@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from dapo.errors import RewardError
@@ -93,6 +93,24 @@ class WorkerPool:
         exchange.add_done_callback(lambda _: self._free.release())
         return await asyncio.shield(exchange)
 
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """A worker for one caller, who sends it one item after the other; killed if the last one was not answered.
+        Raises ScoringFailed: no worker can be started."""
+        async with self._free:
+            try:
+                worker = await self._take()
+            except _WorkerDied as error:
+                raise ScoringFailed(f"a worker could not be started: {error}") from None
+            session = Session(worker, self._timeout_s)
+            try:
+                yield session
+            finally:
+                if session.alive and not self._closed.is_set():
+                    self._idle.append(worker)
+                else:
+                    self._discard(worker)
+
     async def _attempts(self, message: bytes) -> dict[str, Any]:
         try:
             return await self._attempt(message)
@@ -162,6 +180,29 @@ class WorkerPool:
         worker.kill()
         self._live.discard(worker)
         self._killed = {w for w in self._killed if w.process.returncode is None} | {worker}
+
+
+class Session:
+    """See :meth:`WorkerPool.session`. ``alive``: whether all items were answered."""
+
+    def __init__(self, worker: _Worker, timeout_s: float) -> None:
+        self._worker, self._timeout_s = worker, timeout_s
+        self.alive = True
+
+    async def ask(self, item: Mapping[str, Any], *, timed: bool = True) -> dict[str, Any]:
+        """As :meth:`WorkerPool.run`, without a second attempt. ``timed``: False: whoever waits has a limit."""
+        self.alive = False
+        try:
+            async with asyncio.timeout(self._timeout_s if timed else None) as limit:
+                reply = await self._worker.exchange(encode(dict(item)))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ScoringFailed(f"timed out after {self._timeout_s:g} s") from None
+        except _WorkerDied as error:
+            raise ScoringFailed(f"its process was {error}") from None
+        self.alive = True
+        return _result(reply)
 
 
 def _result(reply: Mapping[str, Any]) -> dict[str, Any]:

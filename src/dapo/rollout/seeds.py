@@ -11,3 +11,8 @@ def sample_seed(run_seed: int, row: int, draw: int, index: int) -> int:
     """
     digest = hashlib.blake2b(struct.pack("<4q", run_seed, row, draw, index), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def turn_seed(run_seed: int, row: int, draw: int, index: int, turn: int) -> int:
+    """Of one turn of an episode; the first has that of a single response."""
+    return sample_seed(run_seed, row, draw, index + (turn << 32))

@@ -1,6 +1,6 @@
 """A part of a batch on the trainer's device: what one forward and backward pass works on.
 
-Samples of one draw have one and the same prompt. The model computes it once for all of them that are in the same
+Samples of one draw mostly have one and the same prompt. The model computes it once for all of them that are in the same
 micro-batch, forward and backward: a prompt attends to nothing but itself.
 """
 
@@ -59,8 +59,7 @@ def micro_batch(whole: TokenBatch, sequences: IntArray, device: torch.device) ->
     """Some sequences of a batch, in the order wanted."""
     batch = whole.select(sequences)
     starts = starts_of(batch.lengths)
-    _, firsts, inverse = np.unique(batch.draws, return_index=True, return_inverse=True)
-    first = firsts[inverse]
+    first = batch.prompt_numbers
     shared = np.where(first == np.arange(batch.num_samples), 0, batch.prompt_lengths)
     elsewhere = joined_ranges(starts, shared)
     source, own = np.arange(batch.num_tokens), np.ones(batch.num_tokens, dtype=np.bool_)

@@ -28,8 +28,8 @@ def measure_mismatch(batch: TokenBatch, logprobs: torch.Tensor, version: int) ->
         logprobs: ``[R]``, the trainer's, under the weights of ``version``; no gradient.
     """
     sample_ids = batch.sample_ids
-    others = np.bincount(sample_ids, batch.versions != version, minlength=batch.num_samples)
-    same = np.flatnonzero(others[sample_ids] == 0)
+    others = np.bincount(sample_ids, batch.sampled & (batch.versions != version), minlength=batch.num_samples)
+    same = np.flatnonzero((others[sample_ids] == 0) & batch.sampled)
     if not len(same):
         return Mismatch()
     engine = upload(batch.behaviour_logprobs[same], logprobs.device).double()

@@ -12,15 +12,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from dapo.errors import ConfigError
-from dapo.records import FloatArray, Group, IntArray, Sample, TokenBatch
-
-DEMONSTRATION_VERSION = -1
-"""The policy version of tokens that no policy sampled."""
+from dapo.records import NOBODY, FloatArray, Group, IntArray, Sample, TokenBatch
 
 
 def pack(groups: Iterable[Group]) -> TokenBatch:
@@ -31,7 +29,15 @@ def pack(groups: Iterable[Group]) -> TokenBatch:
     Raises:
         ValueError: an empty prompt: its first response token would have no predictor.
     """
-    return _flatten([(g.draw, g.prompt.token_ids, s) for g in groups for s in g.samples if s.scored])
+    return _flatten(
+        [
+            (g.draw, g.prompt.token_ids if part.prompt_ids is None else part.prompt_ids.tolist(), part)
+            for g in groups
+            for s in g.samples
+            if s.scored
+            for part in (replace(one, in_loss=s.in_loss) for one in s.parts)
+        ]
+    )
 
 
 def advantage_column(groups: Iterable[Group]) -> FloatArray:
@@ -43,14 +49,24 @@ def advantage_column(groups: Iterable[Group]) -> FloatArray:
             raise ValueError(
                 f"draw {draw}, sample {sample.index}: in the loss, but its advantage is {sample.advantage}"
             )
-    values = np.asarray([sample.advantage for _, sample in rows], dtype=np.float32)
-    return np.repeat(values, _ints(sample.length for _, sample in rows))
+    found = [_advantages(part, sample.advantage) for _, sample in rows for part in sample.parts]
+    joined: FloatArray = _joined(found, np.float32)
+    return joined
+
+
+def _advantages(part: Sample, advantage: float) -> FloatArray:
+    """``[T]`` of a part of a sample with this advantage: those of turns, where they have their own."""
+    found = np.full(len(part.token_ids), advantage, np.float32)
+    for turn in part.turns:
+        if turn.advantage is not None:
+            found[turn.start : turn.end] = turn.advantage
+    return found
 
 
 def pack_demonstrations(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> TokenBatch:
     """Pairs (prompt ids, response ids) to imitate, each a group of its own.
 
-    Behaviour log-probs are 0 and versions :data:`DEMONSTRATION_VERSION`: nobody sampled these tokens.
+    Behaviour log-probs are 0 and versions :data:`~dapo.records.NOBODY`.
 
     Raises:
         ValueError: an empty prompt.
@@ -65,7 +81,7 @@ def _demonstration(number: int, response: Sequence[int]) -> Sample:
         index=0,
         token_ids=token_ids,
         logprobs=np.zeros(len(token_ids), dtype=np.float32),
-        versions=np.full(len(token_ids), DEMONSTRATION_VERSION, dtype=np.int32),
+        versions=np.full(len(token_ids), NOBODY, dtype=np.int32),
         finish_reason="stop",
     )
 
@@ -77,14 +93,14 @@ def _flatten(rows: Sequence[tuple[int, Sequence[int], Sample]]) -> TokenBatch:
             raise ValueError(f"draw {draw}: empty prompt: nothing predicts the first token of its responses")
     samples = [sample for _, _, sample in rows]
     prompt_lengths = _ints(len(prompt) for _, prompt, _ in rows)
-    response_lengths = _ints(sample.length for sample in samples)
+    response_lengths = _ints(len(sample.token_ids) for sample in samples)
     return TokenBatch(
         lengths=prompt_lengths + response_lengths,
         prompt_lengths=prompt_lengths,
         draws=_ints(draw for draw, _, _ in rows),
         indices=_ints(sample.index for sample in samples),
         token_ids=_joined([part for _, prompt, sample in rows for part in (prompt, sample.token_ids)], np.int64),
-        mask=np.repeat(np.asarray([sample.in_loss for sample in samples], dtype=np.bool_), response_lengths),
+        mask=_joined([sample.loss_mask & sample.in_loss for sample in samples], np.bool_),
         behaviour_logprobs=_joined([sample.logprobs for sample in samples], np.float32),
         versions=_joined([sample.versions for sample in samples], np.int64),
     )
@@ -122,24 +138,27 @@ def cut(batch: TokenBatch, token_budget: int, whole_groups: bool = False, ranks:
             f"{batch.draws[longest]} has {prompt} (prompt) + {tokens - prompt} (response) = {tokens} tokens; use at "
             f"least {tokens}"
         )
-    if whole_groups and len(list(_pieces(batch, token_budget))) > batch.num_groups:
+    largest = _largest_group(batch) if whole_groups and batch.num_samples else 0
+    if largest > token_budget:
         raise ConfigError(
             f"training.tokens_per_micro_batch: is {token_budget}, which not every group fits in, and the objective has "
-            f"to see a group as a whole; use at least {_largest_group(batch)}"
+            f"to see a group as a whole; use at least {largest}"
         )
     limits = [token_budget]
     if ranks > 1 and batch.num_samples and not whole_groups:
         share = -(-batch.num_tokens // ranks)
         limits += [min(token_budget, max(int(batch.lengths.max()), share // n)) for n in (1, 2, 4, 8)]
-    plans = [_plan(batch, limit, token_budget, ranks) for limit in sorted(set(limits), reverse=True)]
+    units = batch.group_numbers if whole_groups else batch.prompt_numbers
+    plans = [_plan(batch, units, limit, token_budget, ranks) for limit in sorted(set(limits), reverse=True)]
     return min(plans, key=lambda plan: plan[0])[1]
 
 
-def _plan(batch: TokenBatch, limit: int, token_budget: int, ranks: int) -> tuple[int, list[IntArray]]:
-    """The tokens of the largest of each ``ranks`` micro-batches, and all of them, where no part of a group has more
-    tokens than ``limit``."""
-    pieces = list(_pieces(batch, limit))
-    sizes = [int(batch.prompt_lengths[rows[0]] + batch.response_lengths[rows].sum()) for rows in pieces]
+def _plan(batch: TokenBatch, units: IntArray, limit: int, token_budget: int, ranks: int) -> tuple[int, list[IntArray]]:
+    """The tokens of the largest of each ``ranks`` micro-batches, and all of them, where no part of a unit has more
+    tokens than ``limit``. ``units`` ``[S]``: what is kept together, groups or those of them with the same prompt."""
+    pieces = list(_pieces(batch, units, limit))
+    prompts = batch.prompt_numbers
+    sizes = [_computed(batch, prompts, rows) for rows in pieces]
     plan = plan_micro_batches(sizes, token_budget, ranks)
     loads = [sum(sizes[i] for i in chosen) for chosen in plan]
     none = np.empty(0, np.int64)
@@ -148,15 +167,18 @@ def _plan(batch: TokenBatch, limit: int, token_budget: int, ranks: int) -> tuple
 
 
 def _largest_group(batch: TokenBatch) -> int:
-    return max(
-        int(batch.prompt_lengths[rows[0]] + batch.response_lengths[rows].sum())
-        for rows in (np.flatnonzero(batch.draws == draw) for draw in np.unique(batch.draws))
-    )
+    prompts = batch.prompt_numbers
+    return max(_computed(batch, prompts, np.flatnonzero(batch.draws == draw)) for draw in np.unique(batch.draws))
 
 
-def _pieces(batch: TokenBatch, token_budget: int) -> Iterator[IntArray]:
-    """The sequences of each group, ascending; of a group that is above the budget, parts that are not."""
-    numbers, response_lengths = batch.group_numbers, batch.response_lengths
+def _computed(batch: TokenBatch, prompts: IntArray, rows: IntArray) -> int:
+    """Tokens to compute for these sequences: each prompt once."""
+    return int(batch.prompt_lengths[np.unique(prompts[rows])].sum() + batch.response_lengths[rows].sum())
+
+
+def _pieces(batch: TokenBatch, numbers: IntArray, token_budget: int) -> Iterator[IntArray]:
+    """The sequences of each unit, ascending; of one that is above the budget, parts that are not."""
+    response_lengths = batch.response_lengths
     order = np.argsort(numbers, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
         if not len(rows):

@@ -27,7 +27,7 @@ from dapo.errors import NumericalError, UserError
 from dapo.model.activation_checkpointing import checkpoint_layers
 from dapo.model.adapters import adapter_parameters, has_adapter
 from dapo.model.compiling import compile_layers
-from dapo.records import FloatArray, IntArray, TokenBatch
+from dapo.records import NOBODY, FloatArray, IntArray, TokenBatch
 from dapo.training.checkpoint import load_optimizer, optimizer_tensors
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.head_passes import through_head
@@ -232,7 +232,8 @@ class Trainer:
     def updates_behind(self, versions: IntArray) -> FloatArray:
         """Optimizer updates from the weights of each of these versions, ``MOST_STALE`` old at most, to those of now."""
         named, place = np.unique(versions, return_inverse=True)
-        behind = [self.updates - self._updates_at[version] for version in named.tolist()]
+        at = self._updates_at | {NOBODY: self.updates}
+        behind = [self.updates - at[version] for version in named.tolist()]
         return np.asarray(behind, np.float32)[place]
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo.commands.inspect.tables import columns
+from dapo.environments.trace import EPISODE_ENDS, TURN_ENDS
 from dapo.errors import ConfigError
 from dapo.observe.run_view import RunView
 from dapo.observe.sample_query import find, ranges, rows_drawn, steps_asked_for, steps_of_row
@@ -42,11 +43,27 @@ def show(sample: Mapping[str, Any], width: int, full: bool) -> Iterator[str]:
     place = "  ".join(f"{name} {sample.get(name)}" for name in ("step", "row", "draw", "index"))
     yield f"{place}  {status} ({STATUSES.get(status, 'unknown')})"
     for name in ("prompt", "response"):
-        yield from text_lines(name, str(sample.get(name, "(the texts of this step are gone)")), width, full)
+        text = str(sample.get(name, "(the texts of this step are gone)"))
+        pieces = list(episode_pieces(sample)) if name == "response" else []
+        for label, piece in pieces or [(name, text)]:
+            yield from text_lines(label, piece, width, full)
     yield f"  extracted {one_line(sample.get('extracted'))}  gold {one_line(sample.get('gold'))}  {verdict(sample)}"
     yield f"  {_numbers(sample)}"
     if measures := _measures(sample):
         yield f"  {measures}"
+
+
+def episode_pieces(sample: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The response of an episode in pieces, each with whose it is; nothing of a single response."""
+    text, at = str(sample.get("response", "")), 0
+    for number, (_, _, stop, reward, _, (start, end)) in enumerate(sample.get("turns") or (), 1):
+        if text[at:start].strip():
+            yield "reply", text[at:start].strip("\n")
+        paid = f" [reward {reward:+g}]" * bool(reward)
+        yield f"turn {number}", text[start:end] + f" [{TURN_ENDS.get(stop, stop)}]" * (stop != "stop") + paid
+        at = end
+    if sample.get("ended"):
+        yield "ended", f"{EPISODE_ENDS.get(sample['ended'], sample['ended'])}; {sample.get('sampled')} tokens sampled"
 
 
 def text_lines(name: str, text: str, width: int, full: bool) -> Iterator[str]:

@@ -81,9 +81,9 @@ def compare_versions(stored: StoredStep, version: int, max_staleness: int) -> It
     allowed = str(version) if oldest == version else f"{oldest} to {version}"
     for group in stored.trained:
         for sample in group.samples:
-            odd = sample.versions[(sample.versions < oldest) | (sample.versions > version)]
-            if len(odd):
-                yield Difference("policy version of a token", int(odd[0]), allowed, draw=group.draw, index=sample.index)
+            for odd in (v for v in sample.version_range or () if not oldest <= v <= version):
+                yield Difference("policy version of a token", odd, allowed, draw=group.draw, index=sample.index)
+                break
 
 
 def sample_as_json(draw: int, sample: Sample, config: Config) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _batch(stored: StoredStep) -> dict[str, Any]:
         "groups_trained": len(stored.trained),
         "samples_trained": len(trained),
         "tokens_trained": sum(sample.length for sample in trained),
-        "loss_tokens": sum(sample.length for sample in trained if sample.in_loss),
+        "loss_tokens": sum(int(part.loss_mask.sum()) for s in trained if s.in_loss for part in s.parts),
         "dropped": dict(Counter(status for _, status in stored.groups if status != "kept")),
         "tokens_stored": stored.no_tokens is None,
     }

@@ -14,7 +14,16 @@ import numpy as np
 from dapo.commands.reward.rescore import stored_reward
 from dapo.errors import UserError
 from dapo.observe.run_folder import RunFolder
-from dapo.observe.samples import STATUSES, TokenArrays, checksum, read_samples, samples_path, tokens_path, updates_path
+from dapo.observe.samples import (
+    STATUSES,
+    TokenArrays,
+    checksum,
+    episode_of,
+    read_samples,
+    samples_path,
+    tokens_path,
+    updates_path,
+)
 from dapo.records import Group, Prompt, Sample
 from dapo.util.differences import shown
 from dapo.util.files import read_json
@@ -198,10 +207,10 @@ def _groups(
             numbers = _numbers(arrays, span, line["length"])
             if arrays is not None and checksum(prompt, *numbers) != int(arrays.checksums[number]):
                 faults.append((line["draw"], line["index"], "its stored tokens were changed: their checksum differs"))
-            versions = [int(numbers[2][0]), int(numbers[2][-1])] if line["length"] else []
+            samples.append(_sample(line, *numbers))
+            versions = [*(samples[-1].version_range or ())]
             if arrays is not None and line.get("versions", versions) != versions:
                 faults.append((line["draw"], line["index"], f"its versions are not those of its tokens, {versions}"))
-            samples.append(_sample(line, *numbers))
             number, token = number + 1, span.stop
         first = block[0]
         ids = tuple(int(token_id) for token_id in prompt)
@@ -230,6 +239,7 @@ def _sample(line: Mapping[str, Any], token_ids: Any, logprobs: Any, versions: An
         shaped_reward=_float(line["shaped_reward"]),
         advantage=_float(line["advantage"]),
         in_loss=line["in_loss"],
+        **episode_of(line),
     )
 
 

@@ -73,7 +73,7 @@ def group(run: RunAsked, step: Whole, draw: Whole) -> dict[str, Any]:
         "row": found[0]["row"],
         "why": STATUSES.get(status, status),
         "samples": [
-            row | {"response": _beginning(line.get("response"), whole), "tokens": arrays}
+            row | {"response": _beginning(line.get("response"), whole), "tokens": arrays} | _episode(line)
             for row, line, arrays in zip(found, lines, tokens, strict=True)
         ],
     }
@@ -137,6 +137,11 @@ def _group_of(run: Run, step: int, draw: int) -> list[queries.Row]:
 
 def _beginning(text: str | None, whole: bool) -> str | None:
     return text if whole or text is None or len(text) <= BEGINNING else text[:BEGINNING] + " …"
+
+
+def _episode(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What an episode has beside: its turns, and why it ended."""
+    return {name: line[name] for name in ("turns", "ended", "sampled") if name in line}
 
 
 def _line(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -191,6 +191,7 @@ function drawSample(sample, colouring, reading, opener) {
       h("span", {}, h("span", { class: "muted" }, "advantage "), number(sample.advantage)),
       h("span", { class: "muted" }, `${sample.length} tok`),
       sample.finish_reason === "length" && h("span", { class: "tag warm" }, "cut"),
+      sample.turns && h("span", { class: "tag" }, `${sample.turns.length} turns, ${sample.ended.replaceAll("_", " ")}; ${sample.sampled} tok of the model's`),
       differs && h("span", { class: "tag warm" }, `check: ${sample.check_correct ? "right" : "wrong"}`),
       sample.status === "kept" && !sample.in_loss && h("span", { class: "tag" }, "not in the loss"),
       sample.error && h("span", { class: "tag warm", title: sample.error }, "score failed")),
@@ -206,7 +207,8 @@ function drawTokens(sample, colouring, reading) {
   const { pieces } = sample.tokens;
   if (!pieces) return h("pre", { class: `tokens ${colouring.both ? colouring.class(sample) : ""}`, tabindex: 0 }, sample.response ?? "(the text is gone)");
   const token = (place) => ({ advantage: sample.advantage ?? 0, ...Object.fromEntries(["logprob_engine", "logprob_trainer", "entropy"].map((name) => [name, sample.tokens[name]?.[place] ?? null])) });
-  const spans = pieces.map((text, place) => h("span", { class: `tok ${colouring.class(token(place))}` }, text));
+  const own = (place) => sample.turns?.some(([start, end]) => start <= place && place < end) ?? true;
+  const spans = pieces.map((text, place) => h("span", { class: `tok ${own(place) ? colouring.class(token(place)) : "theirs"}` }, text));
   let at = -1;
   const read = (place) => {
     spans[at]?.classList.remove("at");
@@ -217,6 +219,7 @@ function drawTokens(sample, colouring, reading) {
   };
   const say = (place) => {
     const now = token(place), facts = [`token ${place + 1} of ${spans.length}`];
+    if (!own(place)) return fill(reading, h("code", {}, JSON.stringify(pieces[place])), "  ", `${facts[0]} · of the environment`);
     if (now.logprob_engine !== null) facts.push(`probability ${percent(Math.exp(now.logprob_engine))}`, `engine ${now.logprob_engine.toFixed(4)}`);
     if (now.logprob_trainer !== null) facts.push(`trainer ${now.logprob_trainer.toFixed(4)}`, `gap ${number(Math.abs(now.logprob_engine - now.logprob_trainer))}`);
     if (now.entropy !== null) facts.push(`entropy ${now.entropy.toFixed(3)}`);

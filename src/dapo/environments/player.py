@@ -1,0 +1,185 @@
+"""Plays episodes: the user's class or agent in a worker process, the model behind an engine.
+
+Consumes prompts and :data:`~dapo.environments.episode.Ask`. Produces :class:`Played`. Waits for a free worker, for its
+calls (each with a time limit) and for the model. A worker that hangs or dies is replaced, and its episode has no
+verdict; one whose episode is cancelled is killed with all that it started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from dapo.config import Config
+from dapo.data.template import PromptTemplate
+from dapo.environments.calls import tools_of
+from dapo.environments.episode import Ask, Episode, Limits, Over
+from dapo.environments.worker import environment_class
+from dapo.errors import ConfigError, extra
+from dapo.records import Prompt, Reward, Sample
+from dapo.reward.contract import Scorer
+from dapo.reward.convert import reward_from_json
+from dapo.reward.pool import ScoringFailed, Session, WorkerPool
+from dapo.util.user_code import load_named
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode that is over. ``reward``: of the environment or the agent; None: it leaves that to the recipe's."""
+
+    episode: Episode
+    reward: Reward | None
+
+    def sample(self, request_id: int, index: int, prompt: Prompt) -> Sample:
+        return self.episode.trace.sample(request_id, index, str(self.episode.ended), prompt.token_ids)
+
+    async def scored(self, sample: Sample, prompt: Prompt, scorer: Scorer) -> Reward:
+        """The verdict: what the environment says, or ``scorer`` of the last answer, and the rewards of turns."""
+        last = self.episode.last
+        reward = self.reward or await scorer.score(prompt, last.said if last else "", sample.finish_reason)
+        given = self.episode.trace.rewards
+        return replace(reward, value=reward.value + given) if given and reward.error is None else reward
+
+
+class Player:
+    """Plays while its context is entered. Raises ConfigError: environment or agent cannot be loaded."""
+
+    def __init__(self, config: Config, template: PromptTemplate, *, temperature: float, response: int) -> None:
+        """``response``: tokens of an episode behind its prompt."""
+        self._config, self._template, self._temperature = config.environment, template, temperature
+        self._limits = Limits(config.data.max_prompt_length + response, response)
+        self._tools = check_environment(config)
+        self._closing = AsyncExitStack()
+        options = config.environment.model_dump(include={"name", "agent", "reply_chars"})
+        self._pool = WorkerPool(
+            "dapo.environments.worker:make_handler",
+            options,
+            workers=self._config.workers,
+            timeout_s=self._config.tool_timeout_s,
+        )
+
+    async def __aenter__(self) -> Player:
+        self._closing.push_async_callback(self._pool.close)
+        if self._config.agent:
+            with extra("server", "environment.agent"):
+                from dapo.environments.endpoint import Endpoint
+            self._endpoint = await self._closing.enter_async_context(Endpoint(self._temperature))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._closing.aclose()
+
+    @asynccontextmanager
+    async def seat(self) -> AsyncIterator[Session]:
+        """A worker for one episode. Waits until one is free."""
+        async with self._pool.session() as session:
+            yield session
+
+    async def play(self, session: Session, prompt: Prompt, ask: Ask) -> Played:
+        """Raises what ``ask`` raises. UserError: the user's code broke its contract."""
+        episode = Episode(self._template, ask, self._config, self._limits)
+        row = {**prompt.meta, "prompt": prompt.text, "answer": prompt.answer}
+        messages: list[dict[str, Any]] = [dict(m) for m in self._template.messages(prompt.messages or prompt.text)]
+        found: Mapping[str, Any] = {}
+        why = ""
+        try:
+            async with episode.timed():
+                if self._config.agent:
+                    with self._endpoint.address(episode) as base_url:
+                        found = await session.ask({"base_url": base_url, "row": row}, timed=False)
+                        episode.end("died" if "died" in found else "done")
+                else:
+                    episode.end(await self._turns(session, episode, row, messages))
+        except Over:
+            pass
+        except TimeoutError:
+            episode.end("timeout")
+        except (ScoringFailed, _Died) as error:
+            episode.end("died")
+            why = str(error)
+        if episode.failed is not None:
+            raise episode.failed
+        if not self._config.agent and not why and session.alive:
+            try:
+                said = episode.last.said if episode.last else ""
+                given = row | {"messages": messages, "response": said, "ended": episode.ended}
+                found = await session.ask({"do": "reward", "given": given})
+            except ScoringFailed as error:
+                why = str(error)
+        why = why or (found.get("died", "") if episode.ended == "died" or not self._config.agent else "")
+        if why:
+            episode.ended = "died"
+            return Played(episode, Reward(None, 0.0, error=f"environment: {why}"))
+        reward = found.get("reward")
+        return Played(episode, reward_from_json(reward) if reward else None)
+
+    async def _turns(self, session: Session, episode: Episode, row: Any, messages: list[dict[str, Any]]) -> str:
+        """Play with an environment until it or the model comes to an end. ``messages`` grow."""
+        begun = (await _asked(session, {"do": "reset", "row": row}))["begun"]
+        if isinstance(begun, list):
+            messages[:] = begun
+        elif begun:
+            messages[-1]["content"] += begun
+        while True:
+            answer = await episode.complete(messages, self._tools)
+            messages.append({"role": "assistant", "content": answer.raw})
+            done = False
+            for call in answer.calls:
+                item = {"do": "call", "name": call.name, "arguments": call.arguments}
+                done |= self._heard(await _asked(session, item), episode, messages, "tool")
+            if answer.stop == "malformed":
+                messages.append({"role": "tool", "content": f"Error: {answer.fault}"})
+            elif not answer.calls:
+                found = await _asked(session, {"do": "say", "text": answer.said})
+                if found["text"] is None:
+                    return "max_tokens" if answer.stop == "length" else "done"
+                done = self._heard(found, episode, messages, "user")
+            if done:
+                return "done"
+
+    @staticmethod
+    def _heard(found: Mapping[str, Any], episode: Episode, messages: list[dict[str, Any]], role: str) -> bool:
+        messages.append({"role": role, "content": found["text"]})
+        episode.trace.reward(found["reward"])
+        return bool(found["done"])
+
+
+class _Died(Exception):
+    pass
+
+
+async def _asked(session: Session, item: Mapping[str, Any]) -> dict[str, Any]:
+    found = await session.ask(item)
+    if "died" in found:
+        raise _Died(found["died"])
+    return found
+
+
+def check_environment(config: Config) -> list[Any]:
+    """The tools that the recipe's environment has. Raises ConfigError: it cannot be used; says why."""
+    settings = config.environment
+    if settings.agent:
+        load_named(settings.agent, "environment.agent")
+        return []
+    kind = environment_class(str(settings.name))
+    if not isinstance(kind, type):
+        raise ConfigError(f"environment.name: {settings.name} is a {type(kind).__name__}; it must be a class")
+    return tools_of(kind, "environment.name")
+
+
+def scores_itself(config: Config) -> bool:
+    """Whether the environment or agent has a reward, so that the recipe's need not be able to score all rows."""
+    name = config.environment.name
+    return bool(config.environment.agent) or (bool(name) and hasattr(environment_class(str(name)), "reward"))
+
+
+def player_for(config: Config, template: PromptTemplate, *, evaluation: bool = False) -> Callable[[], Player] | None:
+    """Makes one that plays as the recipe says, in training or in an ``evaluation``; None: there are no episodes."""
+    if not config.environment.on:
+        return None
+    temperature = config.evaluation.temperature if evaluation else config.rollout.temperature
+    response = config.evaluated_length if evaluation else config.rollout.max_response_length
+    return partial(Player, config, template, temperature=temperature, response=response)

@@ -1,0 +1,52 @@
+"""``dapo generate --environment`` without its printing: prompts in, episodes out as they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dapo.config import Config
+from dapo.data.rows import Messages
+from dapo.environments.player import player_for
+from dapo.evaluation.evaluate import play_episodes
+from dapo.inference.generate import prompts_for
+from dapo.inference.model import load_engine, load_prompting
+from dapo.observe.progress import Listener
+from dapo.observe.samples import lines_of_group
+from dapo.records import FinishReason, Group, Prompt, Reward, Sample
+from dapo.reward.contract import Scorer
+from dapo.util.asynchronous import run_async
+
+
+class _NoScorer(Scorer):
+    """Where the environment leaves the verdict to a recipe's reward, there is none."""
+
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
+        return Reward(None, 0.0, error="the environment has no reward")
+
+
+def generate_episodes(
+    config: Config, texts: Sequence[str | Messages], listener: Listener, show: Callable[[dict[str, Any]], object]
+) -> None:
+    """Play ``evaluation.samples_per_prompt`` episodes with each text and each row of ``evaluation.data``. ``show``: is
+    called with each as a line of samples has it. Raises UserError: something in environment, model or data is wrong."""
+    listener.phase("loading the tokenizer")
+    prompting = load_prompting(config)
+    player = player_for(prompting.config, prompting.template, evaluation=True)
+    assert player is not None  # an environment is named
+    prompts = prompts_for(prompting, texts)
+    everything = [prompt for several in prompts.values() for prompt in several]
+    listener.phase("loading the model")
+    engine = load_engine(prompting, prompts, len(everything) * config.evaluation.samples_per_prompt, listener)
+
+    def keep(place: int, sample: Sample, reward: Reward) -> None:
+        show(next(lines_of_group(Group(place, everything[place], (replace(sample, reward=reward),)), "kept")))
+
+    async def play() -> None:
+        try:
+            await play_episodes(player, everything, engine, _NoScorer(), prompting.config, keep)
+        finally:
+            await engine.close()
+
+    run_async(play)

@@ -1,0 +1,248 @@
+"""Episodes of a scripted model against environments in their processes."""
+
+import asyncio
+import random
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo.data.template import PromptTemplate
+from dapo.environments.episode import Episode, Limits, Over
+from dapo.environments.player import check_environment, player_for
+from dapo.environments.trace import EPISODE_ENDS, TURN_ENDS
+from dapo.errors import ConfigError
+from dapo.records import NOBODY, Prompt
+from episodes import Script, call, chat_tokenizer, settings
+
+HERE = Path(__file__).parents[1] / "support" / "environments_for_tests.py"
+TOKENIZER = chat_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def _workers_see_the_tests(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parent), prepend=":")
+
+
+def played(name, answer, *, tokenizer=TOKENIZER, prompts=1, **changes):
+    """Play ``name`` for some prompts; returns what came of each: (Played, Script)."""
+    config = settings(environment__name=f"{HERE}:{name}", **changes)
+    template = PromptTemplate(config.data, tokenizer)
+
+    async def work():
+        async with player_for(config, template)() as player:
+
+            async def one(number):
+                script = Script(template, answer, number)
+                text = f"Go {number}"
+                prompt = Prompt(number, text, tuple(template.encode(text)), "7")
+                async with player.seat() as session:
+                    return await player.play(session, prompt, script), script, prompt
+
+            return await asyncio.gather(*map(one, range(prompts)))
+
+    return asyncio.run(asyncio.wait_for(work(), 100))
+
+
+def consistent(result, script, prompt):
+    """Each turn stands in the trace where it was asked for, with what the engine said of it."""
+    sample = result.sample(3, 0, prompt)
+    parts = {}
+    for part in sample.parts:
+        ids = [*(prompt.token_ids if part.prompt_ids is None else part.prompt_ids.tolist())]
+        begin = len(ids)
+        ids += part.token_ids.tolist()
+        for turn in part.turns:
+            parts[tuple(ids[: begin + turn.start])] = part, turn
+        sampled = np.zeros(len(part.token_ids), bool)
+        for turn in part.turns:
+            sampled[turn.start : turn.end] = True
+        assert (part.versions[~sampled] == NOBODY).all()
+        assert (part.logprobs[~sampled] == 0).all()
+        assert (part.versions[sampled] != NOBODY).all()
+        cut = [turn for turn in part.turns if turn.cut]
+        assert part.loss_mask.sum() == sampled.sum() - sum(turn.end - turn.start for turn in cut)
+    assert len(parts) == len(script.samples)
+    for context, said in zip(script.contexts, script.samples, strict=True):
+        part, turn = parts[context]
+        span = slice(turn.start, turn.end)
+        assert part.token_ids[span].tolist() == said.token_ids.tolist()
+        assert part.logprobs[span].tolist() == said.logprobs.tolist()
+        assert part.versions[span].tolist() == said.versions.tolist()
+        assert turn.cut == said.truncated
+    assert sample.length == sum(said.length for said in script.samples)
+    return sample
+
+
+@pytest.mark.parametrize("episodes", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_random_episodes_are_the_pieces_that_were_said(episodes):
+    def answer(context, turn):
+        at = random.Random(zlib.crc32(context.encode()))
+        words = "".join(at.choice("aé\U0001f600 z\n") for _ in range(at.randrange(30)))
+        how = at.randrange(6)
+        if how < 3:
+            return words + "\n".join(call("add", a=at.randrange(9), b=i) for i in range(how + 1))
+        return (words + call("paid", amount=0.25), words + "<tool_call>{", words)[how - 3]
+
+    results = played("Calculator", answer, prompts=episodes, environment__max_turn_tokens=150)
+    assert sum(len(script.samples) for _, script, _ in results) > 1.5 * episodes
+    for one in results:
+        sample = consistent(*one)
+        assert sample.ended in EPISODE_ENDS and all(turn.stop in TURN_ENDS for turn in sample.turns)
+        text = sample.text
+        assert [text[slice(*turn.chars)] for turn in sample.turns]
+
+
+def test_tokens_of_the_whole_conversation_are_those_of_the_template():
+    """For an append-only template appending gives what tokenizing everything would have given."""
+    answers = [call("add", a=1, b=2) + call("add", a=3, b=4), call("fail"), "7"]
+    ((result, script, prompt),) = played("Calculator", lambda context, turn: answers[turn])
+    sample = consistent(result, script, prompt)
+    assert not sample.more and sample.ended == "done"
+    assert [turn.stop for turn in sample.turns] == ["tool_calls", "tool_calls", "stop"]
+    template = PromptTemplate(settings().data, TOKENIZER)
+    whole = [*sample.prompt_ids.tolist(), *sample.token_ids.tolist()]
+    assert template.continuing_ids(template.text(whole)) == whole
+    # the replies of one turn are one block
+    text = template.text(sample.token_ids)
+    assert "user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response><|im_end|>" in text
+    assert "Error: ValueError: no such number" in text
+    assert result.reward.correct and result.reward.value == 1.0
+
+
+def test_a_template_that_rewrites_earlier_turns_begins_new_sequences():
+    answers = ["hm</think>" + call("add", a=1, b=2), "so</think>" + call("paid", amount=2.0), "ok</think>7"]
+    ((result, script, prompt),) = played(
+        "Calculator", lambda context, turn: answers[turn], tokenizer=chat_tokenizer(strip_thinking=True)
+    )
+    sample = consistent(result, script, prompt)
+    assert len(sample.more) == 2 and all(part.prompt_ids is not None for part in sample.more)
+    assert [turn.reward for part in sample.parts for turn in part.turns] == [0, 2.0, 0]
+
+
+def test_a_cut_turn_is_masked_and_the_episode_kept():
+    answers = ["x" * 50, "bye"]
+    ((result, script, prompt),) = played("Talker", lambda context, turn: answers[turn], environment__max_turn_tokens=20)
+    sample = consistent(result, script, prompt)
+    assert [turn.stop for turn in sample.turns] == ["length", "stop"] and sample.ended == "done"
+    assert sample.loss_mask.sum() == len(script.samples[1].token_ids)
+    assert result.reward.error is None and sample.finish_reason == "stop"
+
+
+def test_a_call_that_cannot_be_read_is_told_and_is_not_a_cut_one():
+    answers = ["<tool_call>{broken</tool_call>", "7"]
+    ((result, script, prompt),) = played("Calculator", lambda context, turn: answers[turn])
+    sample = consistent(result, script, prompt)
+    assert [turn.stop for turn in sample.turns] == ["malformed", "stop"]
+    assert "Error: the call cannot be read" in sample.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes", "ended"),
+    [
+        (call("add", a=1, b=1), {"environment__max_turns": 4}, "max_turns"),
+        (call("flood", size=10**7), {"environment__reply_chars": 200, "environment__max_turns": 3}, "max_turns"),
+        (call("flood", size=10**7), {"environment__reply_chars": 10**6}, "max_tokens"),
+        (call("add", a=1, b=1), {"environment__max_turns": 10**4}, "max_tokens"),
+    ],
+)
+def test_caps(answer, changes, ended):
+    ((result, script, prompt),) = played("Calculator", lambda context, turn: answer, **changes)
+    sample = consistent(result, script, prompt)
+    assert (sample.ended, sample.finish_reason) == (ended, "length")
+    assert result.reward.error is None  # what was said until then is scored
+    config = settings()
+    assert len(sample.token_ids) <= config.rollout.max_response_length  # the answers to come were reserved
+    assert all(turn.end > turn.start for turn in sample.turns)
+
+
+@pytest.mark.parametrize(("tool", "why"), [("hang", "timed out after 0.5 s"), ("die", "exit status 3")])
+def test_what_hangs_or_dies_costs_its_episode_only(tool, why):
+    def answer(context, turn):
+        return call(tool) if "target 7" in context and not turn and script_of(context) else "7"
+
+    def script_of(context):
+        nonlocal first
+        first, is_first = False, first
+        return is_first
+
+    first = True
+    results = played("Calculator", answer, prompts=4, environment__tool_timeout_s=0.5)
+    failed = [result for result, *_ in results if result.reward.error]
+    assert len(failed) == 1 and why in failed[0].reward.error and failed[0].episode.ended == "died"
+    assert [result.episode.ended for result, *_ in results].count("done") == 3
+
+
+def test_a_failing_reset_names_its_line():
+    ((result, *_),) = played("BadReset", lambda context, turn: "")
+    assert "reset: RuntimeError: no database (" in result.reward.error and "in reset" in result.reward.error
+
+
+def test_seconds_count_while_the_model_is_not_at_work():
+    config = settings(environment__name=f"{HERE}:Calculator", environment__timeout_s=0.3)
+    template = PromptTemplate(config.data, TOKENIZER)
+
+    async def work(answer, think_s):
+        script = Script(template, lambda context, turn: answer if not turn else "7")
+
+        async def ask(*given):
+            await asyncio.sleep(think_s)
+            return await script(*given)
+
+        async with player_for(config, template)() as player, player.seat() as session:
+            await session.ask({"do": "reset", "row": {}})  # the worker has started
+            return await player.play(session, Prompt(0, "Go", (1,), "7"), ask)
+
+    assert asyncio.run(work(call("add", a=1, b=2), 0.3)).episode.ended == "done"
+    late = asyncio.run(work(call("hang"), 0.0))
+    assert late.episode.ended == "timeout" and late.episode.trace.sequences[0].turns[0].stop == "tool_calls"
+
+
+def test_rewards_of_turns_and_of_the_end():
+    answers = ["hello", "again", "bye"]
+    ((result, script, prompt),) = played("Talker", lambda context, turn: answers[turn])
+    sample = consistent(result, script, prompt)
+    assert [turn.reward for turn in sample.turns] == [0.5, 0.5, 0]
+    verdict = asyncio.run(result.scored(sample, prompt, None))
+    assert verdict.value == 1.0 and verdict.correct is None
+
+
+def test_a_stopped_episode_asks_nothing_more():
+    config = settings(environment__name=f"{HERE}:Talker")
+    template = PromptTemplate(config.data, TOKENIZER)
+    episode = Episode(template, Script(template, lambda *_: "x"), config.environment, Limits(2000, 1000))
+    episode.end("done")
+    with pytest.raises(Over, match="done"):
+        asyncio.run(episode.complete([{"role": "user", "content": "x"}]))
+
+
+def test_python_runs_in_the_sandbox():
+    config = settings(environment__name="python")
+    assert [tool["function"]["name"] for tool in check_environment(config)] == ["python"]
+    answers = [call("python", code="print(6 * 7)"), call("python", code="open('/etc/passwd')"), "42"]
+    template = PromptTemplate(config.data, TOKENIZER)
+
+    async def work():
+        script = Script(template, lambda context, turn: answers[turn])
+        async with player_for(config, template)() as player, player.seat() as session:
+            return await player.play(session, Prompt(0, "Go", (1,), "7"), script)
+
+    result = asyncio.run(work())
+    text = result.sample(0, 0, Prompt(0, "Go", (1,))).text
+    assert "<tool_response>\n42\n" in text and "FileNotFoundError" in text
+    assert result.reward is None  # the recipe's scores the last answer
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("class E:\n    def tool(self, x):\n        '''Do.'''\n", "the tool tool needs type hints"),
+        ("class E:\n    def tool(self, x: int):\n        pass\n", "the tool tool needs type hints"),
+        ("E = len\n", "it must be a class"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_told_before_the_run(tmp_path, code, why):
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ConfigError, match=why):
+        check_environment(settings(environment__name=f"{tmp_path}/mine.py:E"))
