@@ -37,6 +37,9 @@ class DataItem(Section):
     """In place of data.prompt_key."""
     answer_key: str | None = None
     """In place of data.answer_key."""
+    unique: bool | None = None
+    """Leave out rows that repeat prompt and answer of an earlier one. By default in Parquet files of verl's layout, as
+    the published DAPO-Math-17k and AIME-2024 hold each row many times."""
 
     @model_validator(mode="before")
     @classmethod

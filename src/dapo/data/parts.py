@@ -13,6 +13,7 @@ from dapo.config import DataConfig
 from dapo.config.data import DataItem, names_a_data_set
 from dapo.data.rows import BadRow, Keys, PythonRows, Row, Table, check_row, listed
 from dapo.data.template import PromptTemplate
+from dapo.data.unique import UniqueRows, without_repeats
 from dapo.errors import ConfigError, DataError
 
 
@@ -71,7 +72,8 @@ def open_parts(data: DataConfig, source: DataInput, answer_required: bool) -> tu
     for number, item in enumerate(items, start=1):
         try:
             keys = keys_of(item, data, answer_required)
-            parts.append(Part(open_table(item), keys, f"{number} {Path(item.path).name or item.path}", item.weight))
+            table = without_repeats(open_table(item), item, keys)
+            parts.append(Part(table, keys, f"{number} {Path(item.path).name or item.path}", item.weight))
         except DataError as fault:
             faults.append(str(fault))
     if faults:
@@ -140,6 +142,13 @@ def spread(streams: Sequence[Rows]) -> Iterator[tuple[int, int]]:
         for p, part in enumerate(rows.parts):
             yield from ((s, start + k) for k in range(shares[s, p]))
             start += len(part.table)
+
+
+def left_out(parts: Sequence[Part]) -> Iterator[str]:
+    """What to say of parts whose repeated rows are left out."""
+    for table in (part.table for part in parts):
+        if isinstance(table, UniqueRows):
+            yield f"{table.name}: {table.left_out:,} rows repeat an earlier one and are left out, {len(table):,} are left"
 
 
 def names_of(rows: Rows) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from dapo.config import DataConfig
 from dapo.data.order import Choice, Permutation
-from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, names_of, open_parts, spread
+from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, left_out, names_of, open_parts, spread
 from dapo.data.rows import SHOWN_FAULTS, BadRow, Row, listed
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
@@ -144,6 +144,8 @@ def load_prompts(
     (``reward.build.needs_answer``). ``warn``: hears of bad rows that are skipped when they are drawn.
     Raises DataError: a file or one of the first rows is bad, or no prompt is short enough."""
     parts, weights = open_parts(data, source, answer_required)
+    for told in left_out(parts):
+        warn(f"data.train: {told}")
     streams = [Rows([part]) for part in parts] if weights else [Rows(parts)]
     return PromptSource(streams, template, data, seed=seed, weights=weights, warn=warn)
 
@@ -160,7 +162,10 @@ def read_prompts(
     """Prompts to evaluate on: exactly the rows given, in their order, however long they are.
     ``limit``: use the first so many rows. ``warn``: hears of rows that may be wrong (:meth:`Row.doubts`).
     Raises DataError: a file or a row is bad; names all of them."""
-    rows = Rows(open_parts(data, source, answer_required)[0])
+    parts, _ = open_parts(data, source, answer_required)
+    rows = Rows(parts)
+    for told in left_out(parts):
+        warn(told)
     prompts: list[Prompt] = []
     faults: list[str] = []
     doubts: dict[str, list[str]] = {}
