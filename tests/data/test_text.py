@@ -15,6 +15,8 @@ import dapo.data.text
 from dapo.config.data import DataItem
 from dapo.data.cache import cache_folder, cached
 from dapo.data.parts import open_table
+from dapo.data.rows import BadRow
+from dapo.data.text import open_text
 from dapo.errors import DataError
 
 ROWS = [{"prompt": f"p{k}é", "answer": k + 0.5, "x": {"y": [k]}} for k in range(50)]
@@ -332,5 +334,5 @@ def test_an_object_over_several_lines_is_named_as_such_wherever_it_begins(tmp_pa
     with pytest.raises(BadRow, match="one JSON object over several lines"):
         table.raw(1)
     for number in (2, 3, 4):
-        with pytest.raises(BadRow, match="^not valid JSON"):
+        with pytest.raises(BadRow, match=r"^not valid JSON"):
             table.raw(number)

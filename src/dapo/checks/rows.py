@@ -230,7 +230,8 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
 
 def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     instruction = config.data.instruction.strip()
-    twice = [p for p in prompts if instruction and carries_instruction(p.text) and not carries_instruction(p.text, instruction)]
+    asking = [p for p in prompts if carries_instruction(p.text)] if instruction else []
+    twice = [p for p in asking if not carries_instruction(p.text, instruction)]
     if len(twice) > len(prompts) / 2 and config.data.template != "dapo":
         text = f"{len(twice)} of {len(prompts)} prompts ask for a line 'Answer: $Answer' by themselves, such as row "
         text += f"{twice[0].row + 1}: the model reads data.instruction beside it"

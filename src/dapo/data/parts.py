@@ -148,7 +148,8 @@ def left_out(parts: Sequence[Part]) -> Iterator[str]:
     """What to say of parts whose repeated rows are left out."""
     for table in (part.table for part in parts):
         if isinstance(table, UniqueRows):
-            yield f"{table.name}: {table.left_out:,} rows repeat an earlier one and are left out, {len(table):,} are left"
+            again = f"{table.left_out:,} rows repeat an earlier one and are left out"
+            yield f"{table.name}: {again}, {len(table):,} are left"
 
 
 def names_of(rows: Rows) -> str:
