@@ -130,6 +130,14 @@ class DataConfig(WritingConfig):
     leaves none out."""
     shuffle: bool = True
     """Draw rows in a seeded random order, another one each epoch. Off: in the order of the files."""
+    sampling: Literal["uniform", "difficulty"] = "uniform"
+    """Which prompts are drawn: each once in a pass over the rows (`uniform`), or those that are likely to give right
+    and wrong samples (`difficulty`), by a posterior of each prompt's pass rate. Other prompts weigh more then, which
+    changes the objective."""
+    sampling_floor: float = Field(0.1, gt=0, le=1)
+    """Share of `difficulty`'s draws that is uniform: no prompt is forgotten."""
+    sampling_half_life: float = Field(20.0, gt=0)
+    """Policy versions after which what is known of a prompt's pass rate counts half."""
     shuffle_answers: bool = False
     """Control experiment: permute the answers over the training rows. What is still learned is not from the reward."""
 

@@ -105,6 +105,9 @@ engines/asked_again        | samples      | unfinished ones of these, which othe
 draws/{}                   | groups       | if S >= 1: since the run began, produced and what became of them (its sum)
 groups/share_all_right     | share        | groups/all_right over the groups that were scored (Fig. 3b)
 groups/share_all_wrong     | share        | groups/all_wrong over the groups that were scored
+sampling/expected          | share        | data.sampling=difficulty: chance of a mixed group, mean of the prompts drawn
+sampling/expected_uniform  | share        | the same of all rows: what uniform draws would give
+sampling/known             | share        | rows that were sampled at least once
 groups/keep_rate           | share        | running estimate: groups with something to learn from, of those drawn
 groups/draws_per_kept      | ratio        | groups drawn over groups kept
 groups/rounds              | count        | rounds of drawing that it took to fill the batch

@@ -196,7 +196,8 @@ def training_prompts(
             else "prompts: there are none; give rows such as {'prompt': '2+2=', 'answer': '4'}"
         )
     needed = _needs_answer(config, inputs)
-    source = load_prompts(data, rows, template, seed=config.seed, answer_required=needed, warn=listener.warning)
+    how: dict[str, Any] = {"group": config.rollout.samples_per_prompt, "answer_required": needed}
+    source = load_prompts(data, rows, template, seed=config.seed, warn=listener.warning, **how)
     report, wanted = source.report, config.rollout.prompts_per_step
     if report.whole and report.usable < wanted:
         raise DataError(
