@@ -106,6 +106,15 @@ class WritingConfig(Section):
         return value
 
 
+class LiveConfig(Section):
+    path: PathText | None = None
+    """Growing file of JSON lines with prompts and feedback by id; it need not exist yet. null: off."""
+    share: float = Field(0.25, gt=0, lt=1)
+    """Share of the draws that go to such prompts, as long as some wait."""
+    expire_s: float = Field(86400.0, gt=0)
+    """Seconds after which a prompt, and feedback on it, is stale and dropped."""
+
+
 class DataConfig(WritingConfig):
     train: Files = Field(default_factory=list)
     """What to train on: files (JSON lines or JSON arrays, plain, .gz or .zst; Parquet), folders of saved data sets, or
@@ -115,6 +124,8 @@ class DataConfig(WritingConfig):
     source: Named | None = None
     """A prompt source of yours, such as a curriculum, that is put around the prompts of `train` and gives the next one.
     By default they are drawn as `shuffle` and weights say."""
+    live: LiveConfig = Field(default_factory=LiveConfig)
+    """Prompts that arrive while the run goes on."""
     prompt_key: str = "prompt"
     """Key of the prompt in a row: text, or a list of chat messages. Dots lead into mappings."""
     answer_key: str = "answer"

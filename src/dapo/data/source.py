@@ -17,8 +17,10 @@ from statistics import fmean
 from typing import Any
 
 from dapo.config import DataConfig
+from dapo.data.beside import Beside, Side
 from dapo.data.difficulty import DifficultyStream
-from dapo.data.order import Choice
+from dapo.data.live import LiveRows
+from dapo.data.order import Choice, point
 from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, left_out, names_of, open_parts, spread
 from dapo.data.rows import SHOWN_FAULTS, BadRow, listed
 from dapo.data.stream import Stream
@@ -153,7 +155,8 @@ def load_prompts(
     for told in left_out(parts):
         warn(f"data.train: {told}")
     streams = [Rows([part]) for part in parts] if weights else [Rows(parts)]
-    return PromptSource(streams, template, data, seed=seed, group=group, weights=weights, warn=warn)
+    beside = [LiveRows(data.live, answer_required, warn)] if data.live.path else []
+    return PromptSource(streams, template, data, seed=seed, group=group, weights=weights, beside=beside, warn=warn)
 
 
 def read_prompts(
@@ -203,17 +206,20 @@ class PromptSource:
         seed: int,
         group: int = 2,
         weights: Sequence[float] | None = None,
+        beside: Sequence[Side] = (),
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``streams``: one, or the sources of a mixture. The place of a row in all of them, one after the other, is its
         identity (``Prompt.row``). ``group``: samples of a prompt. ``weights``: of the streams; each draw is from one of
-        them, chosen at random in this proportion.
+        them, chosen at random in this proportion. ``beside``: sources that are asked first for their share of draws.
         Raises DataError: a row is bad, or none is short enough."""
         self._template, self._data, self._warn = template, data, warn
         make = partial(DifficultyStream, group=group) if data.sampling == "difficulty" else Stream
         self._streams = [make(rows, number, data, seed) for number, rows in enumerate(streams)]
         self._starts = [0, *accumulate(len(rows) for rows in streams)]
         self._choice = Choice(list(weights), seed, "mixture") if weights and len(weights) > 1 else None
+        self._beside = Beside(beside, template, data.max_prompt_length, self.rows) if beside else None
+        self._seed = seed
         self._draws = self.seen = self.too_long = self.bad = 0
         self._warned = 0
         self._good, self._named, self.report = preview(streams, template, data)
@@ -230,6 +236,8 @@ class PromptSource:
         number = self._choice[self._draws] if self._choice else 0
         stream = self._streams[number]
         self._draws += 1
+        if self._beside and (prompt := self._beside.next(point(self._seed, "beside", self._draws))):
+            return prompt
         for _ in range(2 * len(stream.rows)):  # wherever it stands, these hold a whole epoch
             row = stream.next()
             self.seen += 1
@@ -258,12 +266,15 @@ class PromptSource:
                 if start <= group.prompt.row < start + len(stream.rows):
                     heard.setdefault(group.prompt.row - start, []).append(group)
             stream.heard(heard)
+        if self._beside:
+            self._beside.heard(groups)
 
     def metrics(self) -> dict[str, float]:
         """Of how prompts are drawn; in a mixture, the mean over its sources."""
         every = [stream.metrics() for stream in self._streams]
         names = dict.fromkeys(name for found in every for name in found)
-        return {name: fmean(found[name] for found in every if name in found) for name in names}
+        found = {name: fmean(found[name] for found in every if name in found) for name in names}
+        return found | (self._beside.metrics() if self._beside else {})
 
     def untokenized(self) -> Iterator[Prompt]:
         """The same prompts without token ids, read one by one: what a reward gets to see of them."""
@@ -316,6 +327,7 @@ class PromptSource:
             "too_long": self.too_long,
             "bad": self.bad,
             "data": self.fingerprint,
+            **({"beside": self._beside.state()} if self._beside else {}),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -327,6 +339,8 @@ class PromptSource:
         self.too_long, self.bad = state["too_long"], state["bad"]
         for stream, position in zip(self._streams, state["positions"], strict=True):
             stream.load_state(position)
+        if self._beside and "beside" in state:
+            self._beside.load_state(state["beside"])
 
 
 class _Prompts(Sequence[Prompt]):

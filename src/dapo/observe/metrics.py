@@ -108,6 +108,11 @@ groups/share_all_wrong     | share        | groups/all_wrong over the groups tha
 sampling/expected          | share        | data.sampling=difficulty: chance of a mixed group, mean of the prompts drawn
 sampling/expected_uniform  | share        | the same of all rows: what uniform draws would give
 sampling/known             | share        | rows that were sampled at least once
+live/drawn                 | prompts      | data.live: prompts drawn so far
+live/feedback              | lines        | feedback so far that made a prompt be drawn (again)
+live/waiting               | prompts      | ready and not drawn yet
+live/expired               | prompts      | dropped so far as stale or too many, feedback among them
+live/bad                   | lines        | skipped so far
 groups/keep_rate           | share        | running estimate: groups with something to learn from, of those drawn
 groups/draws_per_kept      | ratio        | groups drawn over groups kept
 groups/rounds              | count        | rounds of drawing that it took to fill the batch
