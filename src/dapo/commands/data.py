@@ -1,7 +1,8 @@
-"""``dapo data check`` and ``dapo data clean``."""
+"""``dapo data check``, ``dapo data clean`` and ``dapo data receive``."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections import Counter
@@ -13,9 +14,20 @@ import typer
 from typer.core import TyperCommand
 
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import Debug, JsonFile, complete_recipe, is_setting
+from dapo.commands.shared.options import (
+    Debug,
+    DrainSeconds,
+    Host,
+    JsonFile,
+    Port,
+    Quiet,
+    Redact,
+    TokenEnv,
+    complete_recipe,
+    is_setting,
+)
 from dapo.commands.shared.output import print_lines, require_writable, status_line, write_results
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, extra
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -154,6 +166,33 @@ def clean(
         print_lines([f"{report.written:,} of {report.read:,} rows are in {target}"])
         if output is not None:
             write_results(output, report.as_json())
+
+
+@app.command(epilog=EXIT_CODES)
+def receive(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines to append to, for data.live of a run.")],
+    redact: Redact = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8010,
+    token_env: TokenEnv = None,
+    drain_s: DrainSeconds = 5.0,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Take prompts and feedback from an application over HTTP and append them to FILE.
+
+    POST /v1/prompts has prompt, consent ("training") and, as needed, answer and id; POST /v1/feedback has id and one of
+    thumbs, edit and outcome.
+    """
+    with errors_for_people(debug):
+        with extra("server", "dapo data receive"):
+            from dapo.serve.live import Journal
+            from dapo.serve.live import receive as take
+            from dapo.util.serving import Address
+        require_writable("FILE", file)
+        say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+        address = Address(host, port, Address.token_in(token_env))
+        asyncio.run(take(Journal(file, redact), address, drain_s=drain_s, say=say))
 
 
 def _verifier(config: Config) -> Callable[[str, str], bool] | None:

@@ -69,7 +69,7 @@ class LiveRows:
             self._warn(f"data.live: {self._file}: {fault}: it is skipped")
 
     def _is_stale(self, entry: Mapping[str, Any]) -> bool:
-        stale = self._now() - entry["time"] > self._expire_s
+        stale = self._is_old(entry)
         self._counts["expired"] += stale
         return stale
 

@@ -19,6 +19,7 @@ class Stream:
 
     def __init__(self, rows: Rows, number: int, data: DataConfig, seed: int) -> None:
         self.rows = rows
+        self.epoch = self.position = 0
         self._seed, self._number, self._shuffle = seed, number, data.shuffle
         self.load_state((0, 0))
         self._cycle = Permutation(len(rows), seed, "answers", number) if data.shuffle_answers else None

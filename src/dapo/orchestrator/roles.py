@@ -63,7 +63,8 @@ class Roles:
             "updates/total": learner.updates,
             "epoch": self.source.epoch,
         }
-        found |= self.placed.counts() | self.source.metrics()
+        found |= self.placed.counts()
+        found |= self.source.metrics()
         if self.placed.limits is not None:
             found |= self.placed.limits.shares(step.rollout, step.reports, step.seconds)
         if self.builder.config.algorithm.kl.mode in ("loss", "reward"):
