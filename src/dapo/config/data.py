@@ -26,7 +26,8 @@ class DataItem(Section):
     """One file or data set. In a recipe its path alone will do; otherwise a mapping with these keys."""
 
     path: PathText
-    """File (JSON lines or JSON array, also .gz and .zst; Parquet), folder of a saved data set, or a name on the hub."""
+    """File (JSON lines or JSON array, also .gz and .zst; Parquet), folder of a saved data set, a name on the hub, or a
+    program: `reasoning_gym:TASK?size=5000&seed=1`, `file.py:function?size=5000`."""
     name: str | None = None
     """Which of several data sets under one name on the hub."""
     split: str | None = None

@@ -11,6 +11,7 @@ from typing import Any
 
 from dapo.config import DataConfig
 from dapo.config.data import DataItem, names_a_data_set
+from dapo.data.procedural import open_procedural
 from dapo.data.rows import BadRow, Keys, PythonRows, Row, Table, check_row, listed
 from dapo.data.template import PromptTemplate
 from dapo.data.unique import UniqueRows, without_repeats
@@ -21,6 +22,8 @@ def open_table(item: DataItem) -> Table:
     """The rows of one item. What reads Parquet and data sets is loaded only for those.
     Raises DataError: it cannot be read, or has no rows."""
     path, name = Path(item.path), item.path
+    if (rows := open_procedural(name)) is not None:
+        return rows
     if names_a_data_set(item):
         from dapo.data.arrow import open_dataset
 
