@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from dapo.config.section import JsonMapping, Named, PathText, Section
+from dapo.config.section import JsonMapping, Named, PathText, Section, check_address
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", ".gz", ".zst")
@@ -116,6 +116,33 @@ class LiveConfig(Section):
     """Seconds after which a prompt, and feedback on it, is stale and dropped."""
 
 
+class ProposerConfig(Section):
+    url: str | None = None
+    """Base address of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1. null: off."""
+    model: str = "proposer"
+    """Name of the model there."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key of the endpoint."""
+    share: float = Field(0.1, gt=0, lt=1)
+    """Share of the draws that go to proposals, as long as some wait."""
+    verify: Named | None = None
+    """Function of yours, given prompt and answer, that says whether the answer is right. null: the model has to come to
+    its answer again, twice."""
+    feed: PathText | None = None
+    """File that prompt, answer, pass rate and reward of each proposal are appended to, to train the proposer on."""
+    max_requests: int = Field(10_000, ge=1)
+    """Requests for proposals in the whole run."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Longest time of one request."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_address(value, "http://127.0.0.1:8000/v1", "api_key_env")
+        return value and value.rstrip("/")
+
+
 class DataConfig(WritingConfig):
     train: Files = Field(default_factory=list)
     """What to train on: files (JSON lines or JSON arrays, plain, .gz or .zst; Parquet), folders of saved data sets, or
@@ -127,6 +154,8 @@ class DataConfig(WritingConfig):
     By default they are drawn as `shuffle` and weights say."""
     live: LiveConfig = Field(default_factory=LiveConfig)
     """Prompts that arrive while the run goes on."""
+    proposer: ProposerConfig = Field(default_factory=ProposerConfig)
+    """A language model that makes up prompts which the policy half solves."""
     prompt_key: str = "prompt"
     """Key of the prompt in a row: text, or a list of chat messages. Dots lead into mappings."""
     answer_key: str = "answer"

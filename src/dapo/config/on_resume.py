@@ -19,7 +19,7 @@ MAY_CHANGE = (
     *_keys("reward", "url token_env api_key_env cache"),
     *_keys("rollout", "url token_env model request text timeout_s give_up_after_s"),
     *_keys("runtime", "sync address engine reward"),
-    *("data.on_bad_row", "data.max_bad_rows", "data.live", "model.export_dtype", "monitor", "run"),
+    *("data.on_bad_row", "data.max_bad_rows", "data.live", "data.proposer", "model.export_dtype", "monitor", "run"),
 )
 """Keys, and sections with all of their keys, that change nothing but limits, evaluation and what is done around
 training; so they hold at once. Those of ``reward`` hold for the rewards that one is put together from, too."""

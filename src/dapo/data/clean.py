@@ -210,7 +210,7 @@ def _without(rows: Sequence[Row], found: Mapping[int, tuple[str, str]], report: 
 def _with_integer(row: Row, same: Same, fractions: bool, report: CleanReport) -> Row:
     """The row with an integer for an answer, if the verifier takes each of the two for the other."""
     answer = row.answer or ""
-    value = None if _PLAIN.fullmatch(answer) else _value(answer)
+    value = None if _PLAIN.fullmatch(answer) else number_of(answer)
     if value is None:
         return row
     m, n = value.numerator, value.denominator
@@ -224,7 +224,7 @@ def _with_integer(row: Row, same: Same, fractions: bool, report: CleanReport) ->
     return replace(row, prompt=_asking(row.prompt), answer=str(m + n))
 
 
-def _value(answer: str) -> Fraction | None:
+def number_of(answer: str) -> Fraction | None:
     """What a number, a power or a fraction is; None: something else, such as a number with a unit."""
     frame = _FRAME.fullmatch(answer)
     text = ((frame["boxed"] or frame["bare"] or "") if frame else "").strip()

@@ -143,19 +143,21 @@ def load_prompts(
     *,
     seed: int = 0,
     group: int = 2,
+    beside: Sequence[Side] = (),
     answer_required: bool = True,
     warn: Callable[[str], None] = lambda text: None,
 ) -> PromptSource:
     """Prompts to train on, without end.
-    ``template``: the one that the rollout uses too. ``group``: samples of a prompt. ``answer_required``: whether a row
-    without an answer is a fault (``reward.build.needs_answer``). ``warn``: hears of bad rows that are skipped when they
+    ``template``: the one that the rollout uses too. ``group``: samples of a prompt. ``beside``: what is drawn from
+    beside the rows. ``answer_required``: whether a row without an answer is a fault (``reward.build.needs_answer``).
+    ``warn``: hears of bad rows that are skipped when they
     are drawn, and of repeats that are left out.
     Raises DataError: a file or one of the first rows is bad, or no prompt is short enough."""
     parts, weights = open_parts(data, source, answer_required)
     for told in left_out(parts):
         warn(f"data.train: {told}")
     streams = [Rows([part]) for part in parts] if weights else [Rows(parts)]
-    beside = [LiveRows(data.live, answer_required, warn)] if data.live.path else []
+    beside = [*beside, *([LiveRows(data.live, answer_required, warn)] if data.live.path else [])]
     return PromptSource(streams, template, data, seed=seed, group=group, weights=weights, beside=beside, warn=warn)
 
 
