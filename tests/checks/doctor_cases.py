@@ -429,14 +429,15 @@ MISTAKES: dict[str, Mistake] = {
         "settings", "warn", _recipe(algorithm__kl={"mode": "loss", "coef": 100.0}), "algorithm.kl.coef=0.001"
     ),
     "a stop inside of the answers": Mistake("answers", "warn", _recipe(rollout__stop=["1", ";"]), "rollout.stop=[';']"),
-    "an instruction that the rows hold": Mistake(
+    "an instruction beside that of the rows": Mistake(
         "instruction",
         "warn",
         lambda f: (
-            write_rows(f, [{**r, "prompt": r["prompt"] + "#"} for r in rows(0, 6)]),
-            write_recipe(f, {"data.instruction": " #"}),
+            write_rows(f, [{**r, "prompt": f"Answer: $Answer\n{r['prompt']}"} for r in rows(0, 6)]),
+            write_recipe(f, {"data.instruction": " #", "data.max_prompt_length": 40}),
         ),
         "data.instruction=''",
+        also={"unknown-tokens"},
     ),
     "chats that are answered already": Mistake(
         "last-turn",

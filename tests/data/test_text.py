@@ -15,6 +15,8 @@ import dapo.data.text
 from dapo.config.data import DataItem
 from dapo.data.cache import cache_folder, cached
 from dapo.data.parts import open_table
+from dapo.data.rows import BadRow
+from dapo.data.text import open_text
 from dapo.errors import DataError
 
 ROWS = [{"prompt": f"p{k}é", "answer": k + 0.5, "x": {"y": [k]}} for k in range(50)]
@@ -324,3 +326,13 @@ def plainly_good(content, name):
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
     return good and bool(rows)
+
+
+def test_an_object_over_several_lines_is_named_as_such_wherever_it_begins(tmp_path):
+    rows = ['{"prompt": "p", "answer": 1}', '{"prompt": "q",', ' "answer": 2}', '{"prompt": "cut', "{broken"]
+    table = open_text(write(tmp_path, *rows), "rows.jsonl")
+    with pytest.raises(BadRow, match="one JSON object over several lines"):
+        table.raw(1)
+    for number in (2, 3, 4):
+        with pytest.raises(BadRow, match=r"^not valid JSON"):
+            table.raw(number)

@@ -81,14 +81,19 @@ class Served:
 
 @contextmanager
 def served(
-    folder: Path, *overrides: str, limits: Limits | None = None, token: str | None = None, **how: Any
+    folder: Path,
+    *overrides: str,
+    limits: Limits | None = None,
+    token: str | None = None,
+    journal: Any = None,
+    **how: Any,
 ) -> Iterator[Served]:
     limits = limits or Limits()
     model = load_served(str(folder), QuietListener(), overrides=overrides or SMALL, limits=limits, **how)
     service = Service(limits, token, model)
     service.state = "ready"
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(create_app(service), lifespan="off")
+    server = Server(create_app(service, journal=journal), lifespan="off")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -11,7 +11,7 @@ from dapo.config import Config, ExactReward
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, prompt_identity
 from dapo.data.rows import EATEN, NO_ANSWER
 from dapo.data.source import load_prompts, read_prompts
-from dapo.data.template import PromptTemplate, lost_letters
+from dapo.data.template import PromptTemplate, carries_instruction, lost_letters
 from dapo.environments.player import scores_itself
 from dapo.errors import DataError
 from dapo.model.loading import context_limit
@@ -222,10 +222,11 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
 
 def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     instruction = config.data.instruction.strip()
-    twice = [p for p in prompts if instruction and instruction in p.text]
-    if len(twice) > len(prompts) / 2:
-        text = f"{len(twice)} of {len(prompts)} prompts hold data.instruction already, such as row {twice[0].row + 1}: "
-        text += "the model reads it twice"
+    asking = [p for p in prompts if carries_instruction(p.text)] if instruction else []
+    twice = [p for p in asking if not carries_instruction(p.text, instruction)]
+    if len(twice) > len(prompts) / 2 and config.data.template != "dapo":
+        text = f"{len(twice)} of {len(prompts)} prompts ask for a line 'Answer: $Answer' by themselves, such as row "
+        text += f"{twice[0].row + 1}: the model reads data.instruction beside it"
         yield answers.data_warning("instruction", text, "data.instruction=''")
     answered = [p for p in prompts if _LAST_TURN.findall(p.text)[-1:] == ["assistant"]]
     if len(answered) > len(prompts) / 2:

@@ -1,7 +1,8 @@
-"""``dapo data check``."""
+"""``dapo data check``, ``dapo data clean`` and ``dapo data receive``."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections import Counter
@@ -13,9 +14,20 @@ import typer
 from typer.core import TyperCommand
 
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import Debug, JsonFile, complete_recipe, is_setting
-from dapo.commands.shared.output import status_line, write_results
-from dapo.errors import ConfigError
+from dapo.commands.shared.options import (
+    Debug,
+    DrainSeconds,
+    Host,
+    JsonFile,
+    Port,
+    Quiet,
+    Redact,
+    TokenEnv,
+    complete_recipe,
+    is_setting,
+)
+from dapo.commands.shared.output import print_lines, require_writable, status_line, write_results
+from dapo.errors import ConfigError, extra
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -102,6 +114,94 @@ def check(
             write_results(output, {**found.as_json(), "answers": doubts})
         if found.bad or (strict and found.doubts):
             raise typer.Exit(2)
+
+
+@app.command(cls=_SeveralFiles, epilog=EXIT_CODES)
+def clean(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="FILES OUT [SECTION.KEY=VALUE]", help="Files to read; the JSON lines to write."),
+    ],
+    against: Annotated[
+        list[str] | None,
+        typer.Option("--eval", metavar="FILES", help="Files to evaluate on; rows that overlap with them are left out."),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Keys and reward of this recipe.", autocompletion=complete_recipe)
+    ] = None,
+    fractions: Annotated[
+        bool, typer.Option("--fractions", help="Where the answer is a fraction m/n, ask for m + n, as the paper does.")
+    ] = False,
+    output: JsonFile = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write the rows of FILES to OUT, but for those that are bad, repeated, contradictory or overlap with --eval.
+
+    Control characters are mended where it is plain what was meant, and answers that the math reward takes for an
+    integer are written as one. --json FILE has what was done to each row, and why.
+    """
+    with errors_for_people(debug):
+        from dapo.config.data import DataItem
+        from dapo.data.clean import KINDS, clean_data, write_rows
+
+        *names, target = [word for word in words if not is_setting(word)] or [""]
+        if not names:
+            raise ConfigError(
+                "name the files to read and, last, the file to write: dapo data clean rows.jsonl out.jsonl"
+            )
+        out, config = Path(target), _config(recipe, [word for word in words if is_setting(word)], None, None)
+        if out.exists() or out.suffix != ".jsonl":
+            why = "it exists already" if out.exists() else "its name has to end in .jsonl"
+            raise ConfigError(f"{target}: cannot be written: {why}")
+        require_writable("OUT", out)
+        items = [DataItem(path=name) for name in names]
+        held = [DataItem(path=name) for name in against] if against else config.evaluation.data
+        with status_line(quiet, "reading") as told:
+            same = _verifier(config)
+            rows, report = clean_data(items, held, config.data, same, fractions=fractions, progress=told)
+        write_rows(out, rows, config.data.prompt_key, config.data.answer_key)
+        table = [[KINDS[kind], f"{count:,}"] for kind, count in report.counts.items() if count]
+        print_lines([*_columns(["what was done", "rows"], table), ""] if table else [])
+        print_lines([f"{report.written:,} of {report.read:,} rows are in {target}"])
+        if output is not None:
+            write_results(output, report.as_json())
+
+
+@app.command(epilog=EXIT_CODES)
+def receive(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines to append to, for data.live of a run.")],
+    redact: Redact = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8010,
+    token_env: TokenEnv = None,
+    drain_s: DrainSeconds = 5.0,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Take prompts and feedback from an application over HTTP and append them to FILE.
+
+    POST /v1/prompts has prompt, consent ("training") and, as needed, answer and id; POST /v1/feedback has id and one of
+    thumbs, edit and outcome.
+    """
+    with errors_for_people(debug):
+        with extra("server", "dapo data receive"):
+            from dapo.serve.live import Journal
+            from dapo.serve.live import receive as take
+            from dapo.util.serving import Address
+        require_writable("FILE", file)
+        say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+        address = Address(host, port, Address.token_in(token_env))
+        asyncio.run(take(Journal(file, redact), address, drain_s=drain_s, say=say))
+
+
+def _verifier(config: Config) -> Callable[[str, str], bool] | None:
+    """Whether the recipe's reward takes the second answer for the first; None: it is another one than `math`."""
+    from dapo.reward.math.score import score_math
+
+    if config.reward.kind != "math":
+        return None
+    return lambda gold, answer: bool(score_math(f"\\boxed{{{answer}}}", gold, ["boxed"]).correct)
 
 
 # --- what was asked for -------------------------------------------------------------------------------------------

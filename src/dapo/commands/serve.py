@@ -11,7 +11,18 @@ from typing import Annotated, Any
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, DrainSeconds, Host, MaxBody, Port, Quiet, TokenEnv, complete_recipe
+from dapo.commands.shared.options import (
+    Debug,
+    DrainSeconds,
+    Host,
+    LiveFile,
+    MaxBody,
+    Port,
+    Quiet,
+    Redact,
+    TokenEnv,
+    complete_recipe,
+)
 from dapo.errors import ConfigError, extra
 from dapo.util.terminal import Terminal
 
@@ -41,6 +52,8 @@ def serve(
     weights_dir: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Take checkpoints below it (POST /weights); needs a token.")
     ] = None,
+    live: LiveFile = None,
+    redact: Redact = None,
     max_waiting: Annotated[
         int, typer.Option(min=1, metavar="N", help="Samples that may wait or run; what is more is answered with 429.")
     ] = 1024,
@@ -59,6 +72,7 @@ def serve(
 
         with extra("server", "dapo serve"):
             from dapo.serve.app import serve as serve_app
+            from dapo.serve.live import Journal
             from dapo.serve.model import Limits, load_served
             from dapo.util.serving import Address
         address = Address(host, port, Address.token_in(token_env))
@@ -69,8 +83,11 @@ def serve(
             raise ConfigError("--adapter: two have the same name")
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
+            journal = Journal(live, redact) if live else None
             load = functools.partial(load_served, model, listener, adapters=adapters, **more)
-            asyncio.run(serve_app(load, address, limits, drain_s=drain_s, say=say, weights_dir=weights_dir))
+            asyncio.run(
+                serve_app(load, address, limits, drain_s=drain_s, say=say, weights_dir=weights_dir, journal=journal)
+            )
 
 
 def _adapter(given: str) -> tuple[str, str]:

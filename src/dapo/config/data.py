@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from dapo.config.section import JsonMapping, Named, PathText, Section
+from dapo.config.section import JsonMapping, Named, PathText, Section, check_address
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", ".gz", ".zst")
@@ -26,7 +26,8 @@ class DataItem(Section):
     """One file or data set. In a recipe its path alone will do; otherwise a mapping with these keys."""
 
     path: PathText
-    """File (JSON lines or JSON array, also .gz and .zst; Parquet), folder of a saved data set, or a name on the hub."""
+    """File (JSON lines or JSON array, also .gz and .zst; Parquet), folder of a saved data set, a name on the hub, or a
+    program: `reasoning_gym:TASK?size=5000&seed=1`, `file.py:function?size=5000`."""
     name: str | None = None
     """Which of several data sets under one name on the hub."""
     split: str | None = None
@@ -37,6 +38,9 @@ class DataItem(Section):
     """In place of data.prompt_key."""
     answer_key: str | None = None
     """In place of data.answer_key."""
+    unique: bool | None = None
+    """Leave out rows that repeat prompt and answer of an earlier one. By default in Parquet files of verl's layout, as
+    the published DAPO-Math-17k and AIME-2024 hold each row many times."""
 
     @model_validator(mode="before")
     @classmethod
@@ -103,6 +107,42 @@ class WritingConfig(Section):
         return value
 
 
+class LiveConfig(Section):
+    path: PathText | None = None
+    """Growing file of JSON lines with prompts and feedback by id; it need not exist yet. null: off."""
+    share: float = Field(0.25, gt=0, lt=1)
+    """Share of the draws that go to such prompts, as long as some wait."""
+    expire_s: float = Field(86400.0, gt=0)
+    """Seconds after which a prompt, and feedback on it, is stale and dropped."""
+
+
+class ProposerConfig(Section):
+    url: str | None = None
+    """Base address of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1. null: off."""
+    model: str = "proposer"
+    """Name of the model there."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key of the endpoint."""
+    share: float = Field(0.1, gt=0, lt=1)
+    """Share of the draws that go to proposals, as long as some wait."""
+    verify: Named | None = None
+    """Function of yours, given prompt and answer, that says whether the answer is right. null: the model has to come to
+    its answer again, twice."""
+    feed: PathText | None = None
+    """File that prompt, answer, pass rate and reward of each proposal are appended to, to train the proposer on."""
+    max_requests: int = Field(10_000, ge=1)
+    """Requests for proposals in the whole run."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Longest time of one request."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_address(value, "http://127.0.0.1:8000/v1", "api_key_env")
+        return value and value.rstrip("/")
+
+
 class DataConfig(WritingConfig):
     train: Files = Field(default_factory=list)
     """What to train on: files (JSON lines or JSON arrays, plain, .gz or .zst; Parquet), folders of saved data sets, or
@@ -112,6 +152,10 @@ class DataConfig(WritingConfig):
     source: Named | None = None
     """A prompt source of yours, such as a curriculum, that is put around the prompts of `train` and gives the next one.
     By default they are drawn as `shuffle` and weights say."""
+    live: LiveConfig = Field(default_factory=LiveConfig)
+    """Prompts that arrive while the run goes on."""
+    proposer: ProposerConfig = Field(default_factory=ProposerConfig)
+    """A language model that makes up prompts which the policy half solves."""
     prompt_key: str = "prompt"
     """Key of the prompt in a row: text, or a list of chat messages. Dots lead into mappings."""
     answer_key: str = "answer"
@@ -127,6 +171,14 @@ class DataConfig(WritingConfig):
     leaves none out."""
     shuffle: bool = True
     """Draw rows in a seeded random order, another one each epoch. Off: in the order of the files."""
+    sampling: Literal["uniform", "difficulty"] = "uniform"
+    """Which prompts are drawn: each once in a pass over the rows (`uniform`), or those that are likely to give right
+    and wrong samples (`difficulty`), by a posterior of each prompt's pass rate. Other prompts weigh more then, which
+    changes the objective."""
+    sampling_floor: float = Field(0.1, gt=0, le=1)
+    """Share of `difficulty`'s draws that is uniform: no prompt is forgotten."""
+    sampling_half_life: float = Field(20.0, gt=0)
+    """Policy versions after which what is known of a prompt's pass rate counts half."""
     shuffle_answers: bool = False
     """Control experiment: permute the answers over the training rows. What is still learned is not from the reward."""
 

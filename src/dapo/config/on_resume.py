@@ -18,7 +18,7 @@ MAY_CHANGE = (
     *_keys("rollout", "url token_env model request text timeout_s give_up_after_s"),
     *_keys("runtime", "sync address engine reward"),
     *_keys("environment", "timeout_s tool_timeout_s workers"),
-    *("data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
+    *("data.on_bad_row", "data.max_bad_rows", "data.live", "data.proposer", "model.export_dtype", "monitor", "run"),
 )
 """Keys, and sections with all of their keys, that change nothing but limits, evaluation and what is done around
 training; so they hold at once. Those of ``reward`` hold for the rewards that one is put together from, too."""
@@ -71,7 +71,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "it would be another model": _keys("model", "compute_dtype trust_remote_code lora"),
     "prompts or their order would be others": (
         *_keys("data", "prompt_key answer_key template chat_template_kwargs instruction system max_prompt_length"),
-        *_keys("data", "shuffle shuffle_answers source"),
+        *_keys("data", "shuffle shuffle_answers source sampling sampling_floor sampling_half_life"),
     ),
     "it would be another policy": _keys("rollout", "engine temperature top_p top_k stop_token_ids stop"),
     "values would be those of another critic": _keys("algorithm", "kind critic.model critic.share_backbone"),

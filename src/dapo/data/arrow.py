@@ -30,6 +30,11 @@ class ArrowTable(Table):
             raise BadRow(f"cannot be read: {first_line(error.__cause__ or error)}") from None
         return row | {key: _as_printed(row[key], kind) for key, kind in self._short.items()}
 
+    def all_raw(self) -> Iterator[Any]:
+        """Without what decoders make of images and sound, in a tenth of the time."""
+        for batch in self._data.with_format("arrow").iter(2000):
+            yield from batch.to_pylist()
+
 
 def _as_printed(value: Any, feature: Any) -> Any:
     """A value of a column, with short floats at any depth as they print: 0.1, and not 0.10000000149011612."""

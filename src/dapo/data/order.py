@@ -62,8 +62,13 @@ class Choice:
         self._seed = seed
 
     def __getitem__(self, draw: int) -> int:
-        point = _word(*self._seed, draw) / 2**64
-        return next((k for k, border in enumerate(self._borders) if point < border), self._last)
+        at = point(*self._seed, draw)
+        return next((k for k, border in enumerate(self._borders) if at < border), self._last)
+
+
+def point(*seed: int | str) -> float:
+    """A random number from 0 to 1 that follows from ``seed``."""
+    return _word(*seed) / 2**64
 
 
 def _word(*seed: int | str) -> int:

@@ -11,8 +11,10 @@ from typing import Any
 
 from dapo.config import DataConfig
 from dapo.config.data import DataItem, names_a_data_set
+from dapo.data.procedural import open_procedural
 from dapo.data.rows import BadRow, Keys, PythonRows, Row, Table, check_row, listed
 from dapo.data.template import PromptTemplate
+from dapo.data.unique import UniqueRows, without_repeats
 from dapo.errors import ConfigError, DataError
 
 
@@ -20,6 +22,8 @@ def open_table(item: DataItem) -> Table:
     """The rows of one item. What reads Parquet and data sets is loaded only for those.
     Raises DataError: it cannot be read, or has no rows."""
     path, name = Path(item.path), item.path
+    if (rows := open_procedural(name)) is not None:
+        return rows
     if names_a_data_set(item):
         from dapo.data.arrow import open_dataset
 
@@ -71,7 +75,8 @@ def open_parts(data: DataConfig, source: DataInput, answer_required: bool) -> tu
     for number, item in enumerate(items, start=1):
         try:
             keys = keys_of(item, data, answer_required)
-            parts.append(Part(open_table(item), keys, f"{number} {Path(item.path).name or item.path}", item.weight))
+            table = without_repeats(open_table(item), item, keys)
+            parts.append(Part(table, keys, f"{number} {Path(item.path).name or item.path}", item.weight))
         except DataError as fault:
             faults.append(str(fault))
     if faults:
@@ -140,6 +145,14 @@ def spread(streams: Sequence[Rows]) -> Iterator[tuple[int, int]]:
         for p, part in enumerate(rows.parts):
             yield from ((s, start + k) for k in range(shares[s, p]))
             start += len(part.table)
+
+
+def left_out(parts: Sequence[Part]) -> Iterator[str]:
+    """What to say of parts whose repeated rows are left out."""
+    for table in (part.table for part in parts):
+        if isinstance(table, UniqueRows):
+            again = f"{table.left_out:,} rows repeat an earlier one and are left out"
+            yield f"{table.name}: {again}, {len(table):,} are left"
 
 
 def names_of(rows: Rows) -> str:

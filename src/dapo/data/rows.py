@@ -32,7 +32,7 @@ _PLAIN_BELOW = 1e21
 
 Messages = tuple[Mapping[str, str], ...]
 
-_VERL_ANSWER = "reward_model.ground_truth"
+VERL_ANSWER = "reward_model.ground_truth"
 """Where the Parquet files of verl and of the DAPO authors hold the answer."""
 
 
@@ -182,7 +182,7 @@ def _answer(row: Mapping[Any, Any], keys: Keys) -> str | None:
     key = keys.answer
     there, value = look_up(row, key)
     if not there and key == "answer":
-        there, value = look_up(row, _VERL_ANSWER)
+        there, value = look_up(row, VERL_ANSWER)
     value = _from_array(value)
     missing = value is None or (isinstance(value, float | Decimal) and math.isnan(value))
     if missing and not keys.answer_required:
@@ -272,6 +272,14 @@ class Table:
     def raw(self, number: int) -> Any:
         """A row as it stands there. Raises BadRow: it cannot be read."""
         raise NotImplementedError
+
+    def all_raw(self) -> Iterator[Any]:
+        """All rows as :meth:`raw` gives them, None in place of one that cannot be read."""
+        for number in range(len(self)):
+            try:
+                yield self.raw(number)
+            except BadRow:
+                yield None
 
     def place(self, number: int) -> str:
         """Where a row stands, for people: ``file:line``, or ``file:row 3`` where there are no lines."""

@@ -10,14 +10,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
+from statistics import fmean
 from typing import Any
 
 from dapo.config import DataConfig
-from dapo.data.order import Choice, Permutation
-from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, names_of, open_parts, spread
-from dapo.data.rows import SHOWN_FAULTS, BadRow, Row, listed
+from dapo.data.beside import Beside, Side
+from dapo.data.difficulty import DifficultyStream
+from dapo.data.live import LiveRows
+from dapo.data.order import Choice, point
+from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, left_out, names_of, open_parts, spread
+from dapo.data.rows import SHOWN_FAULTS, BadRow, listed
+from dapo.data.stream import Stream
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
 from dapo.records import Group, Prompt
@@ -136,16 +142,23 @@ def load_prompts(
     template: PromptTemplate,
     *,
     seed: int = 0,
+    group: int = 2,
+    beside: Sequence[Side] = (),
     answer_required: bool = True,
     warn: Callable[[str], None] = lambda text: None,
 ) -> PromptSource:
     """Prompts to train on, without end.
-    ``template``: the one that the rollout uses too. ``answer_required``: whether a row without an answer is a fault
-    (``reward.build.needs_answer``). ``warn``: hears of bad rows that are skipped when they are drawn.
+    ``template``: the one that the rollout uses too. ``group``: samples of a prompt. ``beside``: what is drawn from
+    beside the rows. ``answer_required``: whether a row without an answer is a fault (``reward.build.needs_answer``).
+    ``warn``: hears of bad rows that are skipped when they
+    are drawn, and of repeats that are left out.
     Raises DataError: a file or one of the first rows is bad, or no prompt is short enough."""
     parts, weights = open_parts(data, source, answer_required)
+    for told in left_out(parts):
+        warn(f"data.train: {told}")
     streams = [Rows([part]) for part in parts] if weights else [Rows(parts)]
-    return PromptSource(streams, template, data, seed=seed, weights=weights, warn=warn)
+    beside = [*beside, *([LiveRows(data.live, answer_required, warn)] if data.live.path else [])]
+    return PromptSource(streams, template, data, seed=seed, group=group, weights=weights, beside=beside, warn=warn)
 
 
 def read_prompts(
@@ -160,7 +173,10 @@ def read_prompts(
     """Prompts to evaluate on: exactly the rows given, in their order, however long they are.
     ``limit``: use the first so many rows. ``warn``: hears of rows that may be wrong (:meth:`Row.doubts`).
     Raises DataError: a file or a row is bad; names all of them."""
-    rows = Rows(open_parts(data, source, answer_required)[0])
+    parts, _ = open_parts(data, source, answer_required)
+    rows = Rows(parts)
+    for told in left_out(parts):
+        warn(told)
     prompts: list[Prompt] = []
     faults: list[str] = []
     doubts: dict[str, list[str]] = {}
@@ -180,40 +196,6 @@ def read_prompts(
     return tuple(prompts)
 
 
-class _Stream:
-    """A position in rows that are passed through again and again, in an order that follows from seed and epoch."""
-
-    def __init__(self, rows: Rows, number: int, data: DataConfig, seed: int) -> None:
-        self.rows = rows
-        self._seed, self._number, self._shuffle = seed, number, data.shuffle
-        self.go_to(0, 0)
-        self._cycle = Permutation(len(rows), seed, "answers", number) if data.shuffle_answers else None
-
-    def go_to(self, epoch: int, position: int) -> None:
-        self.epoch, self.position = epoch, position
-        self._order = Permutation(len(self.rows), self._seed, "rows", self._number, epoch) if self._shuffle else None
-
-    def next(self) -> int:
-        if self.position == len(self.rows):
-            self.go_to(self.epoch + 1, 0)
-        number = self.position if self._order is None else self._order[self.position]
-        self.position += 1
-        return number
-
-    def answer(self, number: int, row: Row) -> str | None:
-        """Of the row, or, for the control experiment, of the next good one on a random cycle through all rows: no row
-        keeps its own. (Equal answers may still meet.)"""
-        if self._cycle is None:
-            return row.answer
-        place = self._cycle.place_of(number)
-        for step in range(1, len(self.rows)):
-            try:
-                return self.rows[self._cycle[(place + step) % len(self.rows)]].answer
-            except BadRow:
-                continue
-        return row.answer
-
-
 class PromptSource:
     """Prompts to draw from, without end: each epoch of a stream holds every usable row once."""
 
@@ -224,17 +206,22 @@ class PromptSource:
         data: DataConfig,
         *,
         seed: int,
+        group: int = 2,
         weights: Sequence[float] | None = None,
+        beside: Sequence[Side] = (),
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``streams``: one, or the sources of a mixture. The place of a row in all of them, one after the other, is its
-        identity (``Prompt.row``). ``weights``: of the streams; each draw is from one of them, chosen at random in this
-        proportion.
+        identity (``Prompt.row``). ``group``: samples of a prompt. ``weights``: of the streams; each draw is from one of
+        them, chosen at random in this proportion. ``beside``: sources that are asked first for their share of draws.
         Raises DataError: a row is bad, or none is short enough."""
         self._template, self._data, self._warn = template, data, warn
-        self._streams = [_Stream(rows, number, data, seed) for number, rows in enumerate(streams)]
+        make = partial(DifficultyStream, group=group) if data.sampling == "difficulty" else Stream
+        self._streams = [make(rows, number, data, seed) for number, rows in enumerate(streams)]
         self._starts = [0, *accumulate(len(rows) for rows in streams)]
         self._choice = Choice(list(weights), seed, "mixture") if weights and len(weights) > 1 else None
+        self._beside = Beside(beside, template, data.max_prompt_length, self.rows) if beside else None
+        self._seed = seed
         self._draws = self.seen = self.too_long = self.bad = 0
         self._warned = 0
         self._good, self._named, self.report = preview(streams, template, data)
@@ -251,12 +238,15 @@ class PromptSource:
         number = self._choice[self._draws] if self._choice else 0
         stream = self._streams[number]
         self._draws += 1
+        if self._beside and (prompt := self._beside.next(point(self._seed, "beside", self._draws))):
+            return prompt
         for _ in range(2 * len(stream.rows)):  # wherever it stands, these hold a whole epoch
             row = stream.next()
             self.seen += 1
             try:
                 prompt = self.make(number, row)
             except BadRow as fault:
+                stream.leave_out(row)
                 self._skip(
                     f"{stream.rows.place(row)}: {fault}", new=not stream.epoch and (number, row) not in self._named
                 )
@@ -264,13 +254,29 @@ class PromptSource:
             if len(prompt.token_ids) <= self._data.max_prompt_length:
                 return prompt
             self.too_long += 1
+            stream.leave_out(row)
         raise DataError(
             f"{names_of(stream.rows)}: none of the {len(stream.rows)} rows can be used: {self.too_long} times a prompt "
             f"was longer than data.max_prompt_length={self._data.max_prompt_length}, {self.bad} times a row was bad"
         )
 
     def feedback(self, groups: Sequence[Group]) -> None:
-        """What became of prompts changes nothing here: the order is that of the data."""
+        """What became of prompts, for streams that go by it."""
+        for stream, start in zip(self._streams, self._starts, strict=False):
+            heard: dict[int, list[Group]] = {}
+            for group in groups:
+                if start <= group.prompt.row < start + len(stream.rows):
+                    heard.setdefault(group.prompt.row - start, []).append(group)
+            stream.heard(heard)
+        if self._beside:
+            self._beside.heard(groups)
+
+    def metrics(self) -> dict[str, float]:
+        """Of how prompts are drawn; in a mixture, the mean over its sources."""
+        every = [stream.metrics() for stream in self._streams]
+        names = dict.fromkeys(name for found in every for name in found)
+        found = {name: fmean(found[name] for found in every if name in found) for name in names}
+        return found | (self._beside.metrics() if self._beside else {})
 
     def untokenized(self) -> Iterator[Prompt]:
         """The same prompts without token ids, read one by one: what a reward gets to see of them."""
@@ -308,7 +314,7 @@ class PromptSource:
     @property
     def epoch(self) -> float:
         """Passes over the rows so far; of a mixture, all its rows taken together."""
-        return sum(s.epoch * len(s.rows) + s.position for s in self._streams) / self.rows
+        return sum(stream.drawn for stream in self._streams) / self.rows
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -319,11 +325,12 @@ class PromptSource:
     def state(self) -> dict[str, Any]:
         return {
             "draws": self._draws,
-            "positions": [[stream.epoch, stream.position] for stream in self._streams],
+            "positions": [stream.state() for stream in self._streams],
             "seen": self.seen,
             "too_long": self.too_long,
             "bad": self.bad,
             "data": self.fingerprint,
+            **({"beside": self._beside.state()} if self._beside else {}),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -333,8 +340,10 @@ class PromptSource:
             raise DataError("the data has changed since the checkpoint:\n" + "\n".join(changes))
         self._draws, self.seen = state["draws"], state["seen"]
         self.too_long, self.bad = state["too_long"], state["bad"]
-        for stream, (epoch, position) in zip(self._streams, state["positions"], strict=True):
-            stream.go_to(epoch, position)
+        for stream, position in zip(self._streams, state["positions"], strict=True):
+            stream.load_state(position)
+        if self._beside and "beside" in state:
+            self._beside.load_state(state["beside"])
 
 
 class _Prompts(Sequence[Prompt]):

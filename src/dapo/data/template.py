@@ -124,8 +124,18 @@ _DAPO_BEFORE = "Solve the following math problem step by step. The last line of 
 _DAPO_BEFORE += "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 """The wording of the released training data (DAPO-Math-17k), to the letter."""
 _DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+_CARRIED = re.compile(r"\banswer:\s*\$answer\b", re.IGNORECASE)
+_TELLING = 20
+"""Characters from which on an instruction does not stand in the middle of a prompt by accident."""
 _END_TOKENS, _END_CHARACTERS = 256, 1000
 """Of the end of a prompt: what is looked through for it, and the most of it that is told."""
+
+
+def carries_instruction(prompt: str, instruction: str | None = None) -> bool:
+    """Whether a row holds ``instruction`` by itself; None: an answer line, as DAPO-Math-17k and AIME-2024 ask for."""
+    if instruction is None:
+        return _CARRIED.search(prompt) is not None
+    return prompt.rstrip().endswith(instruction) or (len(instruction) >= _TELLING and instruction in prompt)
 
 
 class PromptTemplate:
@@ -306,9 +316,10 @@ class PromptTemplate:
         config = self._config
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         last = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])
+        said = last["content"]
         if config.template == "dapo":
-            last["content"] = _DAPO_BEFORE + last["content"] + _DAPO_AFTER
-        elif config.instruction:
+            last["content"] = said if carries_instruction(said) else _DAPO_BEFORE + said + _DAPO_AFTER
+        elif not carries_instruction(said, config.instruction.strip()):
             last["content"] += config.instruction
         has_system = messages[0]["role"] == "system"
         if config.system is not None and config.template != "plain" and not has_system:

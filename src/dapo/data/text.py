@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dapo.data.cache import cached, file_key, write_with_room
-from dapo.data.rows import Table, parse_json
+from dapo.data.rows import BadRow, Table, parse_json
 from dapo.errors import DataError, install
 from dapo.util.files import file_hash
 
@@ -51,27 +51,36 @@ class TextTable(Table):
             raise DataError(f"{self.place(number)}: cannot be read: {error.strerror or error}") from None
         except _Changed:
             raise DataError(f"{self.name}: the file was changed while it was in use; start again") from None
-        return parse_json(data.removeprefix(_BOM) if start == 0 else data)
+        try:
+            return parse_json(data.removeprefix(_BOM) if start == 0 else data)
+        except BadRow as fault:
+            if (kind := self._over_several_lines(start)) is None:
+                raise
+            raise BadRow(f"this looks like one JSON {kind} over several lines ({fault})") from None
 
     def place(self, number: int) -> str:
         return super().place(number) if self._array else f"{self.name}:{self._entry(number)[1]}"
 
     def require_a_row_per_line(self) -> None:
         """Raises DataError if the first row goes on in the lines after it."""
-        start, _ = self._entry(0)
-        text = self._bytes.read(start, _LOOKED_AT).decode("utf-8", errors="replace").lstrip("\ufeff \t\r")
-        first, kind = text.partition("\n")[0].rstrip(), {"{": "object", "[": "array"}.get(text[:1])
-        if self._array or kind is None:
-            return
-        try:  # of an array, which may be longer than what is looked at, the first item
-            row, end = json.JSONDecoder().raw_decode(text, 0 if kind == "object" else _skip(text, 1))
-        except (ValueError, RecursionError):
-            return
-        if isinstance(row, dict) and ("\n" in text[:end] or (kind == "array" and first.endswith(","))):
+        if kind := self._over_several_lines(self._entry(0)[0]):
             raise DataError(
                 f"{self.place(0)}: this looks like one JSON {kind} over several lines; JSON lines need one object per "
                 "line (a JSON array, [{...}, {...}], may have more, in a file named .json)"
             )
+
+    def _over_several_lines(self, start: int) -> str | None:
+        """What begins there and goes on in the next lines, an object or an array; None: nothing of the kind."""
+        text = self._bytes.read(start, _LOOKED_AT).decode("utf-8", errors="replace").lstrip("\ufeff \t\r")
+        first, kind = text.partition("\n")[0].rstrip(), {"{": "object", "[": "array"}.get(text[:1])
+        if self._array or kind is None:
+            return None
+        try:  # of an array, which may be longer than what is looked at, the first item
+            row, end = json.JSONDecoder().raw_decode(text, 0 if kind == "object" else _skip(text, 1))
+        except (ValueError, RecursionError):
+            return None
+        several = isinstance(row, dict) and ("\n" in text[:end] or (kind == "array" and first.endswith(",")))
+        return kind if several else None
 
     def _entry(self, number: int) -> tuple[int, int]:
         entry = self._index.read(number * _ENTRY, _ENTRY)

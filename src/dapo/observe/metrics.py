@@ -113,6 +113,23 @@ engines/asked_again        | samples      | unfinished ones of these, which othe
 draws/{}                   | groups       | if S >= 1: since the run began, produced and what became of them (its sum)
 groups/share_all_right     | share        | groups/all_right over the groups that were scored (Fig. 3b)
 groups/share_all_wrong     | share        | groups/all_wrong over the groups that were scored
+sampling/expected          | share        | data.sampling=difficulty: chance of a mixed group, mean of the prompts drawn
+sampling/expected_uniform  | share        | the same of all rows: what uniform draws would give
+sampling/known             | share        | rows that were sampled at least once
+live/drawn                 | prompts      | data.live: prompts drawn so far
+live/feedback              | lines        | feedback so far that made a prompt be drawn (again)
+live/waiting               | prompts      | ready and not drawn yet
+live/expired               | prompts      | dropped so far as stale or too many, feedback among them
+live/bad                   | lines        | skipped so far
+proposer/asked             | requests     | data.proposer: requests for proposals so far
+proposer/accepted          | prompts      | proposals so far that are new and whose answer holds
+proposer/repeated          | prompts      | refused so far: seen before
+proposer/wrong             | prompts      | refused so far: the answer does not hold
+proposer/evaluation        | prompts      | refused so far: shares words with rows to evaluate on
+proposer/bad               | prompts      | refused so far: no JSON object with prompt and answer, or too long
+proposer/failed            | requests     | requests so far without a reply
+proposer/drawn             | groups       | proposals so far that the policy has tried
+proposer/reward            | reward       | mean of 1 - abs(2p - 1), p the pass rate, of the last 100 of them
 groups/keep_rate           | share        | running estimate: groups with something to learn from, of those drawn
 groups/draws_per_kept      | ratio        | groups drawn over groups kept
 groups/rounds              | count        | rounds of drawing that it took to fill the batch

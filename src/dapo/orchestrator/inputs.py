@@ -5,8 +5,8 @@ Every mistake that can be seen here is seen here, with a value that would work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,9 @@ import torch
 from dapo.checks.start import longest_sequence, smaller_step
 from dapo.config import Config
 from dapo.config.user_parts import own_part
-from dapo.data.rows import Table
+from dapo.data.parts import DataInput, Rows, open_parts
+from dapo.data.proposer import Proposer
+from dapo.data.rows import BadRow, Table
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.environments.player import scores_itself
@@ -197,7 +199,10 @@ def training_prompts(
             else "prompts: there are none; give rows such as {'prompt': '2+2=', 'answer': '4'}"
         )
     needed = _needs_answer(config, inputs)
-    source = load_prompts(data, rows, template, seed=config.seed, answer_required=needed, warn=listener.warning)
+    how: dict[str, Any] = {"group": config.rollout.samples_per_prompt, "answer_required": needed}
+    if data.proposer.url:
+        how["beside"] = [_proposer(config, inputs, listener.warning)]
+    source = load_prompts(data, rows, template, seed=config.seed, warn=listener.warning, **how)
     report, wanted = source.report, config.rollout.prompts_per_step
     if report.whole and report.usable < wanted:
         raise DataError(
@@ -223,6 +228,19 @@ def training_prompts(
             "answer=None"
         )
     return source
+
+
+def _proposer(config: Config, inputs: RunOverrides, warn: Callable[[str], None]) -> Proposer:
+    """That of ``data.proposer``, which keeps clear of all rows that the run has."""
+
+    def texts(rows: DataInput) -> Iterator[str]:
+        every = Rows(open_parts(config.data, rows, False)[0])
+        for number in range(len(every)):
+            with suppress(BadRow):
+                yield every[number].text
+
+    train, held = inputs.rows or config.data.train, inputs.heldout or config.evaluation.data
+    return Proposer(config.data.proposer, texts(train), list(texts(held)) if held else [], warn)
 
 
 def heldout_prompts(

@@ -65,6 +65,7 @@ class Roles:
             "epoch": self.source.epoch,
         }
         found |= self.placed.counts()
+        found |= self.source.metrics()
         if self.placed.limits is not None:
             found |= self.placed.limits.shares(step.rollout, step.reports, step.seconds)
         if self.builder.config.algorithm.kl.mode in ("loss", "reward"):

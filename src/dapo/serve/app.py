@@ -32,8 +32,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dapo.errors import UserError
 from dapo.inference.stream import Part
 from dapo.rollout.engine import EngineError
-from dapo.serve import weights
+from dapo.serve import live, weights
 from dapo.serve.door import Refused, Restarted
+from dapo.serve.live import Journal
 from dapo.serve.model import Job, Limits, ServedModel
 from dapo.serve.protocol import ChatRequest, CompletionRequest, Reply, SamplingRequest, error_body
 from dapo.util.asynchronous import in_thread
@@ -85,11 +86,13 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
+def create_app(service: Service, weights_dir: Path | None = None, journal: Journal | None = None) -> ASGIApp:
     app = FastAPI(title="dapo policy server", version=VERSION, docs_url=None, redoc_url=None)
 
     app.include_router(weights.router(lambda: service.served, service.token, weights_dir))
     _add_models(app, service)
+    if journal is not None:
+        app.include_router(live.router(journal))
     add_reports(app, service, service.registry, lambda: service.loaded.refusal if service.loaded else None)
     for kind in (RequestValidationError, HTTPException, Refused, EngineError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _told)
@@ -108,7 +111,7 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
 
     count = service.requests.labels
     return WorkGate(
-        answer,
+        answer if journal is None else live.recorded(answer, journal),
         service.token,
         service.limits.max_body,
         service,
@@ -245,6 +248,7 @@ async def serve(
     drain_s: float,
     say: Callable[[str], object],
     weights_dir: Path | None = None,
+    journal: Journal | None = None,
 ) -> None:
     """Serve what ``load`` returns, called in a thread, until a signal comes. ``drain_s``: longest time for running
     requests to finish. Raises ConfigError: the address cannot be listened on; UserError: what ``load`` raises, or an
@@ -277,6 +281,6 @@ async def serve(
 
     how: dict[str, Any] = {"starting": "loading the model", "ready": "{}/v1 (also /health, /ready, /metrics)"}
     how |= {"until": until, "drain_s": drain_s, "say": say}
-    await run_service(create_app(service, weights_dir), address, service, start, close, **how)
+    await run_service(create_app(service, weights_dir, journal), address, service, start, close, **how)
     if why:
         raise UserError(why[0])

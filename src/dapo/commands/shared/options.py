@@ -118,6 +118,16 @@ MaxBody = Annotated[float, typer.Option(min=0.001, metavar="MIB", help="Size of 
 DrainSeconds = Annotated[
     float, typer.Option(min=0, metavar="S", help="After a signal: longest time for running requests to finish.")
 ]
+LiveFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Append requests with consent to training, and feedback, for data.live of a run."
+    ),
+]
+Redact = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.PY:NAME", help="Function that is given each entry, and returns what to keep."),
+]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)]
 Overrides = Annotated[
     list[str] | None,

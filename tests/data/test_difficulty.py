@@ -1,0 +1,143 @@
+"""Sampling by difficulty: its posterior, its floor, exact resume, and how much less it wastes than uniform draws."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from data_cases import PLAIN, draws, source
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo.config import DataConfig
+from dapo.data.difficulty import DifficultyStream, chance_mixed
+from dapo.data.source import load_prompts
+from dapo.data.stream import Stream
+from dapo.errors import DataError
+from dapo.observe.run_folder import RunFolder
+from dapo.orchestrator.encoded_state import EncodedState, read_state
+from dapo.records import Group, Prompt, Reward, Sample
+from run_cases import PROMPTS, run, steps_of, weights_hash
+
+ONE = np.zeros(1, np.int32)
+
+
+def group(row, right, size=8, version=0, draw=0):
+    rewards = [Reward(k < right, float(k < right)) for k in range(size)]
+    samples = [
+        Sample(draw, k, ONE, ONE.astype(np.float32), ONE + version, "stop", reward=reward)
+        for k, reward in enumerate(rewards)
+    ]
+    return Group(draw, Prompt(row, "", ()), tuple(samples))
+
+
+def config(**keys):
+    return DataConfig(template="plain", sampling="difficulty", **keys)
+
+
+def planted(kind, seed, rows=400, steps=80, per_step=32, size=8):
+    """Share of groups that are wasted, where the pass rate of each row is known and rises as the policy learns."""
+    rng = np.random.default_rng(seed)
+    skill = rng.normal(0.0, 3.0, rows)
+    bank = range(rows)
+    stream = DifficultyStream(bank, 0, config(), seed, size) if kind else Stream(bank, 0, DataConfig(), seed)
+    seen, wasted = Counter(), 0
+    for step in range(steps):
+        heard = {}
+        for _ in range(per_step):
+            row = stream.next()
+            right = rng.binomial(size, 1 / (1 + math.exp(-skill[row] - 2 * step / steps)))
+            seen[row] += 1
+            wasted += right in (0, size)
+            heard.setdefault(row, []).append(group(row, right, size, step))
+        stream.heard(heard)
+    return wasted / (steps * per_step), seen
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_at_least_30_percent_fewer_samples_are_wasted_and_no_prompt_is_forgotten(seed):
+    uniform, _ = planted(False, seed)
+    wasted, seen = planted(True, seed)
+    assert wasted < 0.7 * uniform, (wasted, uniform)
+    assert len(seen) > 0.97 * 400
+
+
+@given(st.floats(0.1, 40), st.floats(0.1, 40), st.integers(1, 16))
+def test_the_chance_of_a_mixed_group_is_that_of_the_beta_distribution(right, wrong, size):
+    def beta(a, b):
+        return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+    alike = sum(math.exp(beta(a + size, b) - beta(a, b)) for a, b in ((right, wrong), (wrong, right)))
+    assert chance_mixed(np.array(right), np.array(wrong), size) == pytest.approx(1 - alike, abs=1e-9)
+
+
+def test_every_prompt_keeps_the_floor_whatever_is_known_of_it():
+    stream = DifficultyStream(range(20), 0, config(sampling_floor=0.4, sampling_half_life=1e9), 1, 8)
+    for version in range(30):
+        stream.heard({row: [group(row, 4 if row == 0 else 8, version=version)] for row in range(20)})
+    found = Counter()
+    for _ in range(4000):
+        found[stream.next()] += 1
+        stream._busy.clear()
+    assert min(found[row] for row in range(20)) > 4000 * 0.4 / 20 * 0.6 and found[0] > 0.5 * 4000
+
+
+def test_what_is_known_fades_with_the_versions():
+    stream = DifficultyStream(range(40), 0, config(sampling_half_life=2), 1, 8)
+    stream.heard({row: [group(row, 8 if row % 2 else 4)] for row in range(40)})
+    before = stream.metrics()["sampling/expected_uniform"], stream._mixed[1], stream._mixed[0]
+    stream.heard({0: [group(0, 4, version=30)]})
+    assert before[1] < 0.45 < 0.9 < before[2] and stream._mixed[1] > before[1] + 0.2
+    assert stream._mixed[0] > 0.9 and stream.metrics()["sampling/known"] == 1
+
+
+def test_no_prompt_is_drawn_twice_before_it_is_heard_of_and_unusable_ones_are_left_out():
+    rows = [{"prompt": "x" * (9 if k % 3 else 3), "answer": k} for k in range(30)]
+    found = source(rows, max_prompt_length=5, sampling="difficulty")
+    first = draws(found, 5)
+    assert len(set(first)) == 5 and all(row % 3 == 0 for row in first)
+    found.feedback([group(row, 4) for row in first])
+    assert set(draws(found, 300)) == set(range(0, 30, 3)) and found.too_long == 20
+    with pytest.raises(DataError, match="no prompt is left"):
+        source(rows[1:3], max_prompt_length=5, sampling="difficulty")
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**20), st.lists(st.integers(0, 8), min_size=30, max_size=30), st.integers(0, 29))
+def test_a_position_that_was_saved_anywhere_gives_the_same_draws(tmp_path_factory, seed, rights, cut):
+    files = [{"prompt": f"p{k}", "answer": k} for k in range(12)]
+
+    def fresh():
+        return load_prompts(config(), files, PLAIN, seed=seed, group=8)
+
+    def play(prompts, begin, end, pending):
+        drawn = []
+        for number in range(begin, end):
+            drawn.append(prompts.next().row)
+            pending.append(group(drawn[-1], rights[number], version=number))
+            if number % 3 == 2:
+                prompts.feedback(pending)
+                pending.clear()
+        return drawn
+
+    whole, first, other, pending = fresh(), fresh(), fresh(), []
+    before = play(first, 0, cut, pending)
+    folder = tmp_path_factory.mktemp("state")
+    EncodedState(first.state()).write(folder)
+    other.load_state(read_state(folder))
+    assert other.metrics() == first.metrics()
+    assert before + play(other, cut, 30, pending) == play(whole, 0, 30, [])
+    assert other.metrics() == whole.metrics() and other.epoch == whole.epoch
+
+
+def test_a_resumed_run_draws_the_same_prompts(tmp_path):
+    keys = {"data.sampling": "difficulty", "training.steps": 4, "run.save_every": 1}
+    run(tmp_path / "whole", keys)
+    run(tmp_path / "two", keys | {"training.steps": 2})
+    run(tmp_path / "two", keys, resume=RunFolder(tmp_path / "two"))
+    assert weights_hash(tmp_path / "two/model-after") == weights_hash(tmp_path / "whole/model-after")
+    told = [entry["sampling/expected"] for entry in steps_of(tmp_path / "whole")]
+    assert told == [entry["sampling/expected"] for entry in steps_of(tmp_path / "two")] and 0 < min(told) < 1
+    run(tmp_path / "uniform", keys | {"data.sampling": "uniform"})
+    assert weights_hash(tmp_path / "uniform/model-after") != weights_hash(tmp_path / "whole/model-after")
+    assert len(PROMPTS) == 40
