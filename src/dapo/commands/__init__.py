@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from dapo.commands import config, data, doctor, evaluate, generate, plan, reward_server, serve, stage, train, votes
+from dapo.commands import config, data, doctor, evaluate, generate, plan, rank, reward_server, serve, stage, train, votes
 from dapo.commands.demo.command import demo as demo_command
 from dapo.commands.inspect.command import inspect as inspect_command
 from dapo.commands.replay.command import replay as replay_command
@@ -62,11 +62,12 @@ def _root(
 _COMMANDS = (  # in the order of --help
     *(train.train, doctor.doctor, plan.plan, evaluate.evaluate, generate.generate, serve.serve, inspect_command),
     *(ui_command, config.config, demo_command, replay_command, report_command, votes.votes, stage.sft, stage.dpo),
-    stage.phases,
+    *(stage.phases, rank.rank),
 )
 for _command in _COMMANDS:
     app.command(epilog=EXIT_CODES)(_command)
 app.add_typer(data.app, name="data")
 app.add_typer(reward_app, name="reward")
+app.command("filter", epilog=EXIT_CODES)(rank.filter_responses)
 app.command("reward-model", epilog=EXIT_CODES)(stage.reward_model)
 app.command("reward-server", epilog=EXIT_CODES)(reward_server.reward_server)
