@@ -109,7 +109,8 @@ ORDER = (
         "reward",
         "evaluation",
     ),
-    *("observe", "checks", "orchestrator", "plan", "inference", "ranking", "serve", "stages", "distil", "api", "commands"),
+    *("observe", "checks", "orchestrator", "plan", "inference", "ranking"),
+    *("serve", "stages", "distil", "api", "commands"),
 )
 """Folders and the loose modules from below to above (decision 39)."""
 

@@ -43,7 +43,7 @@ def test_a_promise_is_kept_on_other_rows(goal: str) -> None:
 
 
 def test_nothing_reached_is_refused_in_words() -> None:
-    with pytest.raises(DataError, match="no threshold reaches a precision of 0.95 .* the best is 0.*--curve"):
+    with pytest.raises(DataError, match=r"no threshold reaches a precision of 0.95 .* the best is 0.*--curve"):
         calibrate(planted(0, gap=0.0), "precision", 0.95)
     with pytest.raises(DataError, match="5 right and 5 wrong"):
         calibrate(planted(0, rows=10), "precision", 0.95)
@@ -193,3 +193,25 @@ def test_rank_and_filter_as_commands(recipe: Path, tmp_path: Path) -> None:
 def test_filter_says_what_it_lacks(words: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["filter", "math", *words])
     assert done.exit_code == 2 and said in " ".join(done.output.split())
+
+
+def test_evaluate_tells_of_drift_of_a_ranker(recipe: Path, tmp_path: Path) -> None:
+    """The longer response was the better one; since the 2nd of January it is the shorter one half of the time."""
+    rng = np.random.default_rng(3)
+
+    def pairs(count: int, wrong: float, day: int) -> list[dict]:
+        words = [("xx", "x") if rng.random() > wrong else ("x", "xx") for _ in range(count)]
+        return [{"prompt": "p", "chosen": a, "rejected": b, "time": f"2026-01-0{day}"} for a, b in words]
+
+    old, new, same = pairs(80, 0.1, 1), pairs(60, 0.5, 2), pairs(60, 0.1, 2)
+    reference = write(tmp_path / "old.jsonl", old)
+    for rows, verdict in ((new, "is due"), (same, "is not due")):
+        both = write(tmp_path / "both.jsonl", [*old, *rows])
+        by_date = run("evaluate", recipe, "--data", both, "--since", "2026-01-02", "--output", tmp_path / "d.json")
+        by_file = run("evaluate", recipe, "--data", write(tmp_path / "new.jsonl", rows), "--since", reference)
+        assert by_date == by_file and verdict in by_date[-1]
+        assert json.loads((tmp_path / "d.json").read_text())["drift"]["rows"] == [80, 60]
+    curve = [{"rows": rows, "accuracy_after": 1 - 0.9 * rows**-0.3} for rows in (100, 200, 400)]
+    (tmp_path / "curve.json").write_text(json.dumps(curve))
+    told = run("evaluate", recipe, "--data", write(both, [*old, *new]), "--since", "2026-01-02", "--curve", tmp_path)
+    assert "takes about" in told[-1] and "made with 400" in told[-1]

@@ -81,12 +81,12 @@ def test_the_implicit_reward_is_that_of_the_stage(policy: Path) -> None:
 
 
 def test_a_language_model_alone_ranks_nothing(policy: Path) -> None:
-    with pytest.raises(ConfigError, match="its probabilities alone rank nothing.*--reference"):
+    with pytest.raises(ConfigError, match=r"its probabilities alone rank nothing.*--reference"):
         load_ranker(policy.parent / "base")
 
 
 def test_rules_and_functions_rank_and_a_failed_score_is_last() -> None:
-    assert [one.text for one in dapo.rank("math", "1+2=", ["\\boxed{4}", "\\boxed{3}"], answer="3")][0] == "\\boxed{3}"
+    assert dapo.rank("math", "1+2=", ["\\boxed{4}", "\\boxed{3}"], answer="3")[0].text == "\\boxed{3}"
 
     def longest(response: str) -> float:
         return float(len(response)) / (response != "broken")
@@ -160,7 +160,7 @@ def test_agreement_and_the_pairs_to_ask_about() -> None:
     rows = [Candidates(f"p{k}", ("a", "b"), (1.0, 0.0)) for k in range(4)]
     found = [scored(2, 1), scored(0, 0), scored(1, 5), scored(3, 0.5)]
     told = agreement(rows, found)
-    assert told["accuracy"].value == (1 + 0.5 + 0 + 1) / 4  # type: ignore[attr-defined]
+    assert told["accuracy"].value == (1 + 0.5 + 0 + 1) / 4
     assert agreement([Candidates("p", ("a",), (1.0,))], [scored(1)]) == {}
     asked = least_sure(rows, found, 2)
     assert [one["prompt"] for one in asked] == ["p1", "p0"] and asked[1]["candidates"] == ["text 0", "text 1"]

@@ -11,7 +11,21 @@ from typing import Annotated
 
 import typer
 
-from dapo.commands import config, data, doctor, evaluate, generate, plan, rank, reward_server, serve, stage, train, votes
+from dapo.commands import (
+    config,
+    data,
+    distil,
+    doctor,
+    evaluate,
+    generate,
+    plan,
+    rank,
+    reward_server,
+    serve,
+    stage,
+    train,
+    votes,
+)
 from dapo.commands.demo.command import demo as demo_command
 from dapo.commands.inspect.command import inspect as inspect_command
 from dapo.commands.replay.command import replay as replay_command
@@ -62,7 +76,7 @@ def _root(
 _COMMANDS = (  # in the order of --help
     *(train.train, doctor.doctor, plan.plan, evaluate.evaluate, generate.generate, serve.serve, inspect_command),
     *(ui_command, config.config, demo_command, replay_command, report_command, votes.votes, stage.sft, stage.dpo),
-    *(stage.phases, rank.rank),
+    *(stage.phases, rank.rank, distil.distil),
 )
 for _command in _COMMANDS:
     app.command(epilog=EXIT_CODES)(_command)

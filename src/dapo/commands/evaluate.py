@@ -47,6 +47,16 @@ Server = Annotated[
 SaveSamples = Annotated[
     bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
 ]
+Since = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DATE|FILE",
+        help="Say whether rows since DATE (by their time), or all against those of FILE, are worse.",
+    ),
+]
+Curve = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="With --since: learning curve, of dapo reward-model --curve.")
+]
 OutputPath = Annotated[
     Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
 ]
@@ -66,17 +76,21 @@ def evaluate(
     rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
     max_tokens: options.MaxTokens = None,
     stop: options.Stop = None,
+    since: Since = None,
+    curve: Curve = None,
     output: OutputPath = None,
     save_samples: SaveSamples = False,
     average: Annotated[bool, typer.Option("--average", help="Give the mean over the files, too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the results only.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval.
+    """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval. A reward model is
+    measured on rows of pairs or rankings.
 
     What counts is, from the weakest to the strongest: defaults, the recipe, the benchmark, options and keys.
     """
     with errors_for_people(debug):
+        from dapo.commands.drift import drift_of_policy, drift_of_ranker, ranks
         from dapo.evaluation.benchmarks import benchmark_named
         from dapo.inference.model import function_of, settings_for
         from dapo.observe.progress import make_listener
@@ -85,6 +99,10 @@ def evaluate(
         given = options.given_options(locals(), *options.SAMPLING, "rows", "server")
         more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
         given["--data"] = [*(data or []), *more]
+        if ranks(model):
+            drift_of_ranker(model, given["--data"], overrides, since, curve, output)
+            return
+        given["--data"] += [] if since is None or not Path(since).is_file() else [since]
         preset = benchmark_named(benchmark) if benchmark else None
         benchmarks = [preset.settings] if preset else []
         found, config = settings_for(model, given, *benchmarks, recipe=recipe, overrides=overrides)
@@ -111,6 +129,8 @@ def evaluate(
 
             results, notes = evaluate_files(config, listener, write, preset.published if preset else None)
         _show(Terminal(), results, notes)
+        if since is not None:
+            drift_of_policy(results, since, curve)
 
 
 def _check_data(config: Config) -> None:

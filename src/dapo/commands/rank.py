@@ -93,7 +93,7 @@ def filter_responses(
 ) -> None:
     """Keep the responses that pass a threshold, which is calibrated on labelled rows, as JSON lines.
 
-    Rows with a key model have a threshold for each language model. Nothing that passes is an empty result, and no error.
+    Rows with a key model have a threshold for each language model. That nothing passes is no error.
     """
     with errors_for_people(debug):
         from dapo.ranking.calibrate import passing, read_thresholds, write_calibrations

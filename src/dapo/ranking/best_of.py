@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import comb
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def best_of_n(
     return dict(zip(wanted, estimate_means(table, [False] * len(wanted), seed), strict=True))
 
 
-def agreement(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], seed: int = 0) -> dict[str, object]:
+def agreement(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], seed: int = 0) -> dict[str, Any]:
     """How often the better response has the higher score (a tie is half right): mean over rows with its 95% interval,
     and the calibration error of sigmoid(margin). Empty: labels tell no two responses of a row apart."""
     margins: dict[int, list[float]] = {}
@@ -63,14 +64,14 @@ def agreement(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], se
     return {"rows": len(margins), "accuracy": found, "calibration_error": error, "values": shares[:, 0].tolist()}
 
 
-def least_sure(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], most: int) -> list[dict[str, object]]:
+def least_sure(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], most: int) -> list[dict[str, Any]]:
     """The pairs that a label would teach the ranker most: of each row the two best, those with the least difference of
     scores first. A row is asked about once."""
-    found = []
+    found: list[dict[str, Any]] = []
     for row, several in zip(rows, scored, strict=True):
         kept = {one.text: one for one in several if one.score is not None}
         two = sorted(kept.values(), key=lambda one: -(one.score or 0.0))[:2]
         if len(two) == 2:
             margin = (two[0].score or 0.0) - (two[1].score or 0.0)
             found.append({"prompt": row.prompt, "candidates": [one.text for one in two], "margin": margin})
-    return sorted(found, key=lambda one: float(str(one["margin"])))[:most]
+    return sorted(found, key=lambda one: one["margin"])[:most]

@@ -77,8 +77,8 @@ def labelled_of(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) 
     for row, several in zip(rows, scored, strict=True):
         if not row.binary:
             raise DataError(
-                f"{row.place}: a threshold needs labels of right (1) and wrong (0); a pair has them, or a response with "
-                "its label"
+                f"{row.place}: a threshold needs labels of right (1) and wrong (0), as a pair has them, or a response "
+                "with its label"
             )
         group = prompts.setdefault(row.prompt_text or f"{len(prompts)} has none", len(prompts))
         each = [(one.score, label == 1, group) for one, label in zip(several, row.labels, strict=True)]
@@ -183,7 +183,7 @@ def read_thresholds(file: Path) -> dict[str, float]:
         return {str(name): float(one["threshold"]) for name, one in read_json(file)["models"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{file}: holds no thresholds ({type(error).__name__}); dapo filter RANKER --labelled ROWS --precision 0.95 "
+            f"{file}: holds no thresholds ({type(error).__name__}); dapo filter RANKER --labelled ROWS --precision P "
             f"--calibration {file} makes them"
         ) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def _seconds(value: Any) -> float:
     if isinstance(value, int | float):
         return float(value)
     found = datetime.fromisoformat(str(value))
-    return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
 def rows_wanted(curve: Sequence[tuple[int, float]], accuracy: float) -> int | None:
@@ -96,7 +96,7 @@ def rows_wanted(curve: Sequence[tuple[int, float]], accuracy: float) -> int | No
     points = [(math.log(rows), math.log(max(1 - value, 1e-3))) for rows, value in curve]
     if len(points) < 2:
         raise DataError("a learning curve needs two points at least: dapo reward-model RECIPE --curve 4")
-    slope, start = np.polyfit(*zip(*points, strict=True), 1)
+    slope, start = np.polyfit(*np.asarray(points).T, 1)
     if slope >= -1e-3:
         return None
     wanted = (math.log(max(1 - accuracy, 1e-3)) - float(start)) / float(slope)

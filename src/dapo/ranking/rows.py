@@ -51,10 +51,9 @@ class Candidates:
 def read_candidates(data: Sequence[str] | Table, limit: int | None = None) -> list[Candidates]:
     """All rows of files, or of a table, in their order. Raises DataError: a row is bad; names all of them."""
     tables = [data] if isinstance(data, Table) else [open_table(DataItem(path=file)) for file in data]
+    every = [(one, number) for one in tables for number in range(min(len(one), limit or len(one)))]
     found, faults = list[Candidates](), list[str]()
-    for table, number in (
-        (table, number) for table in tables for number in range(min(len(table), limit or len(table)))
-    ):
+    for table, number in every:
         try:
             found.append(candidates(table.raw(number), table.place(number)))
         except BadRow as fault:
@@ -71,6 +70,7 @@ def candidates(row: Any, place: str = "") -> Candidates:
     row = {str(key): plain_value(value) for key, value in row.items()}
     held = {key for key, value in row.items() if value is not None}
     prompt = text_or_messages(row, "prompt") if "prompt" in held else ""
+    texts, labels = tuple[str, ...](), tuple[float, ...]()
     if pair := next((pair for pair in PAIRS if held.issuperset(pair)), None):
         found = ranked(row, PairKeys(chosen_key=pair[0], rejected_key=pair[1], responses_key="-"), needs_prompt=False)
         prompt, texts, labels = found.prompt, found.responses, (1.0, 0.0)
@@ -80,7 +80,7 @@ def candidates(row: Any, place: str = "") -> Candidates:
         texts = _list(row, "responses", str)
         labels = _list(row, "scores", int, float) or tuple(float(-k) for k in range(len(texts)))
     elif "response" in held:
-        texts, labels = _list({"response": [row["response"]]}, "response", str), ()
+        texts = _list({"response": [row["response"]]}, "response", str)
         if "label" in held:
             labels = _list({"label": [row["label"]]}, "label", int, float, bool)
     else:

@@ -28,6 +28,7 @@ from dapo.reward.batching import Batcher
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.function_scorers import CallableScorer
+from dapo.util.files import read_json
 
 if TYPE_CHECKING:
     from dapo.data.rows import Messages
@@ -115,20 +116,33 @@ def load_ranker(
 
 
 def is_reward_model(path: str) -> bool:
-    """Whether a model is one that scores texts, by its config alone."""
-    from transformers import AutoConfig
+    """Whether a model is one that scores texts, by the files beside its weights alone."""
+    folder = Path(path).expanduser()
+    held = {
+        name: _held(folder, path, name) for name in ("config.json", "adapter_config.json", "value_head.safetensors")
+    }
+    if held.pop("value_head.safetensors") is not None:
+        return True
+    config, adapter = (
+        read_json(file) if file is not None and file.stat().st_size < 2**24 else {} for file in held.values()
+    )
+    architectures = config.get("architectures") or ()
+    return adapter.get("task_type") == "SEQ_CLS" or any(
+        "ForSequenceClassification" in str(one) for one in architectures
+    )
+
+
+def _held(folder: Path, name: str, file: str) -> Path | None:
+    if folder.is_dir():
+        return folder / file if (folder / file).is_file() else None
     from transformers.utils import cached_file
 
     from dapo.model.hub import from_where
-    from dapo.reward.model.network import VALUE_HEAD
 
     try:
-        if cached_file(path, VALUE_HEAD, _raise_exceptions_for_missing_entries=False, **from_where(path)):
-            return True
-        config = AutoConfig.from_pretrained(path, **from_where(path))
+        return Path(cached_file(name, file, **from_where(name)))
     except (OSError, ValueError):
-        return False  # whoever loads it says what is wrong
-    return any(str(one).endswith("ForSequenceClassification") for one in config.architectures or ())
+        return None  # there is none; if there is no such model either, whoever loads it says so
 
 
 def _reward_of(found: FoundModel, device: str, overrides: Sequence[str]) -> RewardConfig:
