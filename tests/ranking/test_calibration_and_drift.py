@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dapo.commands import app
@@ -215,3 +216,30 @@ def test_evaluate_tells_of_drift_of_a_ranker(recipe: Path, tmp_path: Path) -> No
     (tmp_path / "curve.json").write_text(json.dumps(curve))
     told = run("evaluate", recipe, "--data", write(both, [*old, *new]), "--since", "2026-01-02", "--curve", tmp_path)
     assert "takes about" in told[-1] and "made with 400" in told[-1]
+
+
+def test_thumbs_become_pairs_with_who_and_when(tmp_path: Path) -> None:
+    thumbs = [
+        ("p", "good", "up", "ana"),
+        ("p", "bad", "down", "bo"),
+        ("p", "worse", "down", "bo"),
+        ("q", "x", "up", "ana"),
+    ]
+    lines = [{"prompt": p, "response": r, "thumb": t, "who": w, "time": k} for k, (p, r, t, w) in enumerate(thumbs)]
+    out = tmp_path / "pairs.jsonl"
+    assert run("votes", write(tmp_path / "thumbs.jsonl", lines), "--output", out)[0].startswith(
+        "1 pairs of an up and a down"
+    )
+    pair = {"prompt": "p", "chosen": "good", "rejected": "bad", "chosen_who": "ana", "chosen_time": 0}
+    assert json.loads(out.read_text()) == pair | {"rejected_who": "bo", "rejected_time": 1}
+    done = CliRunner().invoke(app, ["votes", str(write(tmp_path / "bad.jsonl", [{"prompt": "p"}]))])
+    assert done.exit_code and "bad.jsonl:1: not a thumb" in " ".join(done.output.split())
+
+
+def test_four_bits_need_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": "p", "candidates": ["a"]}])
+    done = CliRunner().invoke(
+        app, ["quantise", str(tmp_path), str(tmp_path / "out"), "--kind", "int4", "--data", str(rows)]
+    )
+    assert done.exit_code and "not on a CPU; what works here: int8" in " ".join(done.output.split())

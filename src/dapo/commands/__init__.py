@@ -19,6 +19,7 @@ from dapo.commands import (
     evaluate,
     generate,
     plan,
+    quantise,
     rank,
     reward_server,
     serve,
@@ -76,7 +77,7 @@ def _root(
 _COMMANDS = (  # in the order of --help
     *(train.train, doctor.doctor, plan.plan, evaluate.evaluate, generate.generate, serve.serve, inspect_command),
     *(ui_command, config.config, demo_command, replay_command, report_command, votes.votes, stage.sft, stage.dpo),
-    *(stage.phases, rank.rank, distil.distil),
+    *(stage.phases, rank.rank, distil.distil, quantise.quantise),
 )
 for _command in _COMMANDS:
     app.command(epilog=EXIT_CODES)(_command)
