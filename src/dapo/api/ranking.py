@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo.config import flat
 from dapo.data.rows import BadRow
 from dapo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from dapo.data.rows import Messages
     from dapo.ranking.score import Scored
-
-_TOGETHER = "give one of threshold (a number) and calibration (a file of dapo filter --calibration)"
 
 
 def rank(
@@ -37,9 +37,18 @@ def rank(
 
     Raises UserError: there is no such model, or it ranks nothing.
     """
-    from dapo.ranking.score import best_first
+    from dapo.ranking import rows
+    from dapo.ranking.score import best_first, load_ranker
+    from dapo.ranking.table import score_rows
 
-    return best_first(_scores(model, prompt, candidates, reference, settings, fields))
+    if isinstance(candidates, str):
+        raise DataError("candidates: expected a list of texts, got a text; put it in a list")
+    overrides = [f"{key}={json.dumps(value)}" for key, value in flat(settings or {})]
+    try:
+        row = rows.candidates({**fields, "prompt": prompt or None, "candidates": list(candidates)})
+    except BadRow as fault:
+        raise DataError(f"rank: {fault}") from None
+    return best_first(score_rows(load_ranker(model, reference=reference, overrides=overrides), [row])[0])
 
 
 def filter(
@@ -64,34 +73,7 @@ def filter(
     from dapo.ranking.calibrate import read_thresholds, threshold_of
 
     if (threshold is None) == (calibration is None):
-        raise ConfigError(f"filter: {_TOGETHER}")
-    if calibration is not None:
-        threshold = threshold_of(read_thresholds(Path(calibration)), writer)
-    assert threshold is not None
-    found = _scores(model, prompt, candidates, how.pop("reference", None), how.pop("settings", None), how)
-    return [one for one in found if one.score is not None and one.score > threshold]
-
-
-def _scores(
-    model: Any,
-    prompt: Any,
-    texts: Sequence[str],
-    reference: str | None,
-    settings: Mapping[str, Any] | None,
-    fields: Mapping[str, Any],
-) -> list[Scored]:
-    import json
-
-    from dapo.config import flat
-    from dapo.ranking.rows import candidates
-    from dapo.ranking.score import load_ranker
-    from dapo.ranking.table import score_rows
-
-    if isinstance(texts, str):
-        raise DataError("candidates: expected a list of texts, got a text; put it in a list")
-    overrides = [f"{key}={json.dumps(value)}" for key, value in flat(settings or {})]
-    try:
-        row = candidates({**fields, "prompt": prompt or None, "candidates": list(texts)})
-    except BadRow as fault:
-        raise DataError(f"rank: {fault}") from None
-    return score_rows(load_ranker(model, reference=reference, overrides=overrides), [row])[0]
+        raise ConfigError("filter: give one of threshold (a number) and calibration (of dapo filter --calibration)")
+    least = threshold_of(read_thresholds(Path(calibration)), writer) if calibration is not None else threshold
+    kept = [one for one in rank(model, prompt, candidates, **how) if one.score is not None and one.score > (least or 0)]
+    return sorted(kept, key=lambda one: one.index)

@@ -69,11 +69,9 @@ def filter_responses(
     reference: Reference = None,
     labelled: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Rows with labels to choose the threshold on; may be given again."),
-    ] = None,
-    check: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="Others to check it on; by default half of the prompts of --labelled."),
+        typer.Option(
+            metavar="FILE", help="Rows with labels: half of their prompts to choose the threshold on, half to check it."
+        ),
     ] = None,
     precision: Annotated[
         float | None, typer.Option(min=0, max=1, help="Wanted share of right ones among what is kept.")
@@ -87,7 +85,6 @@ def filter_responses(
     ] = None,
     threshold: Annotated[float | None, typer.Option(help="Keep what scores above this, uncalibrated.")] = None,
     rows: Rows = None,
-    seed: Annotated[int, typer.Option(help="Of the halves and of the intervals.")] = 0,
     output: Output = None,
     debug: options.Debug = False,
 ) -> None:
@@ -105,7 +102,7 @@ def filter_responses(
         thresholds = {} if threshold is None else {EVERY: threshold}
         if labelled:
             goal, wanted = ("precision", precision) if precision is not None else ("recall", recall)
-            found = _calibrations(ranker, labelled, check or [], goal, wanted or 0.0, seed)
+            found = _calibrations(ranker, labelled, goal, wanted or 0.0)
             thresholds = {name: one.threshold for name, one in found.items()}
             if calibration is not None:
                 require_writable("--calibration", calibration, calibration)
@@ -159,32 +156,18 @@ def _scored(ranker: Ranker, files: Sequence[str], rows: int | None) -> tuple[lis
     return found, scored
 
 
-def _calibrations(
-    ranker: Ranker, labelled: Sequence[str], check: Sequence[str], goal: Any, wanted: float, seed: int
-) -> dict[str, Calibration]:
+def _calibrations(ranker: Ranker, labelled: Sequence[str], goal: Any, wanted: float) -> dict[str, Calibration]:
     """By the language model that wrote. Raises DataError: for one of them nothing reaches what is wanted."""
     from dapo.errors import DataError
     from dapo.ranking.calibrate import calibrate, labelled_of
 
-    found, scored = _scored(ranker, [*labelled, *check], None)
-    first = len(_rows(labelled))
-    chosen_on = labelled_of(found[:first], scored[:first])
-    others = labelled_of(found[first:], scored[first:])
-    calibrations = {}
-    for name, data in chosen_on.items():
-        if check and name not in others:
-            raise DataError(f"--check: holds no rows of {name}, so what its threshold gives is not known")
+    found = {}
+    for name, data in labelled_of(*_scored(ranker, labelled, None)).items():
         try:
-            calibrations[name] = calibrate(data, goal, wanted, others.get(name), seed)
+            found[name] = calibrate(data, goal, wanted)
         except DataError as error:
             raise DataError(f"{'--labelled' if name == '*' else f'responses of {name}'}: {error}") from None
-    return calibrations
-
-
-def _rows(files: Sequence[str]) -> Sequence[Candidates]:
-    from dapo.ranking.rows import read_candidates
-
-    return read_candidates(files)
+    return found
 
 
 def _told(found: Mapping[str, Calibration]) -> Iterable[str]:

@@ -128,8 +128,8 @@ def thumb_pairs(file: Path) -> Iterator[dict[str, Any]]:
     Raises UserError: a line is no thumb, or the file cannot be read."""
     waiting, number = dict[str, dict[str, list[dict[str, Any]]]](), 0
     try:
-        for number, line in enumerate(lines_of(file), start=1):
-            row = parse_json(line)
+        for line in lines_of(file):
+            number, row = number + 1, parse_json(line)
             mine = waiting.setdefault(str(row["prompt"]), {"up": [], "down": []})
             mine[row["thumb"]].append({**row, "response": str(row["response"])})
             if mine["up"] and mine["down"]:

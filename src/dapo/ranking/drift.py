@@ -93,10 +93,10 @@ def _seconds(value: Any) -> float:
 def rows_wanted(curve: Sequence[tuple[int, float]], accuracy: float) -> int | None:
     """Rows at which a learning curve reaches ``accuracy``: errors fall as a power of the rows, fitted in logarithms.
     None: by this curve more rows do not help. Raises DataError: fewer than two points."""
-    points = [(math.log(rows), math.log(max(1 - value, 1e-3))) for rows, value in curve]
-    if len(points) < 2:
+    if len(curve) < 2:
         raise DataError("a learning curve needs two points at least: dapo reward-model RECIPE --curve 4")
-    slope, start = np.polyfit(*np.asarray(points).T, 1)
+    rows, values = np.asarray(curve, np.float64).T
+    slope, start = np.polyfit(np.log(rows), np.log(np.maximum(1 - values, 1e-3)), 1)
     if slope >= -1e-3:
         return None
     wanted = (math.log(max(1 - accuracy, 1e-3)) - float(start)) / float(slope)

@@ -29,10 +29,10 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
     Raises UserError: the kind needs a GPU or a package, or the folder is taken."""
     import transformers
 
-    found = find_model(model)
     if kind not in KINDS or (kind != "int8" and not torch.cuda.is_available()):
         on = "on a GPU" if torch.cuda.is_available() else "on a CPU"
         raise ConfigError(f"--kind {kind}: not {on}; what works here: {', '.join(KINDS if 'G' in on else KINDS[:1])}")
+    found = find_model(model)
     ranks = is_reward_model(found.path)
     loader = getattr(transformers, "AutoModelForSequenceClassification" if ranks else "AutoModelForCausalLM")
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -46,7 +46,11 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
         tokenizer.save_pretrained(folder)
     after, seconds_after, size_after = _run(loader.from_pretrained(out, **how), tokenizer, texts)
     moved = torch.cat([(a - b).abs().flatten() for a, b in zip(after, before, strict=True)])
-    told = {"kind": kind, "mib": [size / 2**20, size_after / 2**20], "seconds": [seconds, seconds_after]}
+    told: dict[str, Any] = {
+        "kind": kind,
+        "mib": [size / 2**20, size_after / 2**20],
+        "seconds": [seconds, seconds_after],
+    }
     told |= {"mean_change": float(moved.mean()), "spread": float(torch.cat([b.flatten() for b in before]).std())}
     if not ranks:
         same = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(after, before, strict=True)])
