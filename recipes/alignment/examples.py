@@ -22,7 +22,7 @@ def sums(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
     """Of two calculations modulo 10, step by step, one has a wrong step. Written by two models: one that shows all
     steps, and one that may leave out the first."""
     seen = set()
-    while len(seen) < 900:
+    while len(seen) < 2400:
         first, *rest = (rng.randrange(10) for _ in range(4))
         signs = [rng.choice("+-*") for _ in rest]
         prompt = str(first) + "".join(sign + str(n) for sign, n in zip(signs, rest, strict=True)) + "="

@@ -63,9 +63,11 @@ def drift_of_ranker(
         write_json(output, told)
 
 
-def drift_of_policy(results: Sequence[FileResult], since: str, curve: Path | None) -> None:
-    """Whether the mean of each row's share of correct samples (or its reward) fell. The reference rows, where they are
-    a file, are the last of ``results``."""
+def drift_of_policy(results: Sequence[FileResult], since: str | None, curve: Path | None) -> None:
+    """Whether the mean of each row's share of correct samples (or its reward) fell, if that is asked for. The reference
+    rows, where they are a file, are the last of ``results``."""
+    if since is None:
+        return
     groups = [[g for g in result.evaluation.groups if g.scored] for result in results]
     whole = Path(since).is_file()
     groups = [groups[-1], *groups[:-1]] if whole else groups

@@ -92,32 +92,24 @@ def evaluate(
     with errors_for_people(debug):
         from dapo.commands.drift import drift_of_policy, drift_of_ranker, ranks
         from dapo.evaluation.benchmarks import benchmark_named
-        from dapo.inference.model import function_of, settings_for
+        from dapo.inference.model import settings_for
         from dapo.observe.progress import make_listener
-        from dapo.util.files import file_hash
 
         given = options.given_options(locals(), *options.SAMPLING, "rows", "server")
         more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
         given["--data"] = [*(data or []), *more]
         if ranks(model):
-            drift_of_ranker(model, given["--data"], overrides, since, curve, output)
-            return
-        given["--data"] += [] if since is None or not Path(since).is_file() else [since]
+            return drift_of_ranker(model, given["--data"], overrides, since, curve, output)
+        given["--data"] += [since] if since and Path(since).is_file() else []
         preset = benchmark_named(benchmark) if benchmark else None
         benchmarks = [preset.settings] if preset else []
         found, config = settings_for(model, given, *benchmarks, recipe=recipe, overrides=overrides)
         _check_data(config)
         place, trained = _place(output, save_samples), recipe or found.recipe
-        about = {"recipe": str(trained) if trained else None, "benchmark": preset and preset.name, "server": server}
-        if benchmark and ".py:" in benchmark:
-            about["benchmark_sha256"] = file_hash(Path(benchmark.rpartition(":")[0]))
+        about = {"recipe": trained and str(trained), "benchmark": preset and preset.name, "server": server}
+        about |= _hash_of(benchmark)
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            named: dict[str, Any] = {f"{model}: its model is": found.path if found.path != model else None}
-            named |= {"settings of the recipe": trained, "benchmark": preset and preset.name}
-            for what in filter(named.get, named):
-                listener.phase(f"{what} {named[what]}")
-            if trained == found.recipe and preset is None and (why := function_of(found)):
-                listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
+            _tell(listener, model, found, trained, preset, config)
             from dapo.inference.evaluate import average_of, evaluate_files, report
 
             def write(config: Config, results: Sequence[FileResult]) -> dict[str, Any]:
@@ -129,8 +121,27 @@ def evaluate(
 
             results, notes = evaluate_files(config, listener, write, preset.published if preset else None)
         _show(Terminal(), results, notes)
-        if since is not None:
-            drift_of_policy(results, since, curve)
+        drift_of_policy(results, since, curve)
+
+
+def _hash_of(benchmark: str | None) -> dict[str, str]:
+    """Of a benchmark of the user's, its file."""
+    from dapo.util.files import file_hash
+
+    own = benchmark is not None and ".py:" in benchmark
+    return {"benchmark_sha256": file_hash(Path((benchmark or "").rpartition(":")[0]))} if own else {}
+
+
+def _tell(listener: Any, model: str, found: Any, trained: Path | None, preset: Any, config: Config) -> None:
+    """What is evaluated, and by what."""
+    from dapo.inference.model import function_of
+
+    named: dict[str, Any] = {f"{model}: its model is": found.path if found.path != model else None}
+    named |= {"settings of the recipe": trained, "benchmark": preset and preset.name}
+    for what in filter(named.get, named):
+        listener.phase(f"{what} {named[what]}")
+    if trained == found.recipe and preset is None and (why := function_of(found)):
+        listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
 
 
 def _check_data(config: Config) -> None:

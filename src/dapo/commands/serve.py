@@ -15,6 +15,14 @@ from dapo.commands.shared.options import Debug, DrainSeconds, Host, MaxBody, Por
 from dapo.errors import ConfigError, extra
 from dapo.util.terminal import Terminal
 
+Rankers = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=MODEL", help="Rank with it (best_of, /v1/rank, /v1/filter); may be given again."),
+]
+Calibrations = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=FILE", help="Thresholds of a ranker, of dapo filter --calibration.")
+]
+
 
 def serve(
     model: Annotated[
@@ -34,14 +42,8 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME=FOLDER", help="Serve a LoRA adapter on the model, too; may be given again."),
     ] = None,
-    ranker: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=MODEL", help="Rank with it (best_of, /v1/rank, /v1/filter); may be given again."),
-    ] = None,
-    calibration: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=FILE", help="Thresholds of a ranker, as dapo filter --calibration writes them."),
-    ] = None,
+    ranker: Rankers = None,
+    calibration: Calibrations = None,
     engines: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of each; on several GPUs one on each.")] = 1,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -73,14 +75,9 @@ def serve(
         address = Address(host, port, Address.token_in(token_env))
         limits = Limits(max_waiting, int(max_body_mb * 2**20), timeout_s)
         more: dict[str, Any] = {"overrides": settings or [], "name": name, "copies": engines, "limits": limits}
-        adapters, rankers, calibrations = (
-            _named(option, given or [], example)
-            for option, given, example in (
-                ("--adapter", adapter, "poet=folder"),
-                ("--ranker", ranker, "taste=runs/reward-model"),
-                ("--calibration", calibration, "taste=thresholds.json"),
-            )
-        )
+        adapters = _named("--adapter", adapter, "poet=folder")
+        calibrations = _named("--calibration", calibration, "taste=thresholds.json")
+        rankers = _named("--ranker", ranker, "taste=runs/reward-model")
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
             load = functools.partial(load_served, model, listener, adapters=adapters, **more)
