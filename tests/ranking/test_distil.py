@@ -108,7 +108,8 @@ def test_at_least_half_of_the_gain_is_kept(tmp_path: Path, method: str) -> None:
         "--gold": tmp_path / "gold.yaml",
         "--dir": tmp_path / "run",
     }
-    more = ("--method", method, "training.steps=60", "training.learning_rate=1e-3", "--max-tokens", "12")
+    rate = {"sft": "1e-3", "dpo": "2e-4"}[method]  # at 1e-3 DPO learns to please the ranker, and nothing else
+    more = ("--method", method, "training.steps=60", f"training.learning_rate={rate}", "--max-tokens", "12")
     code, said = distil(task, *more)
     assert code == 0, said
     report = json.loads((tmp_path / "run" / "report.json").read_text())

@@ -86,10 +86,10 @@ def serve(
             asyncio.run(serve_app(load, address, limits, **how))
 
 
-def _named(option: str, given: list[str], example: str) -> dict[str, str]:
+def _named(option: str, given: list[str] | None, example: str) -> dict[str, str]:
     """What an option that may be given again has by name."""
     found = {}
-    for one in given:
+    for one in given or ():
         name, _, value = one.partition("=")
         if not (name and value):
             raise ConfigError(f"{option} {one}: expected NAME={example.partition('=')[2]}, such as {option} {example}")

@@ -153,12 +153,13 @@ def _reward_of(found: FoundModel, device: str, overrides: Sequence[str]) -> Rewa
     from dapo.model.loading import context_limit, load_tokenizer
 
     stage = load_stage("reward_model", found.recipe) if _stage_of(found) == "reward_model" and found.recipe else None
+    shape = AutoConfig.from_pretrained(found.path, **from_where(found.path)).get_text_config()
+    template, longest = "plain", 4096
     if isinstance(stage, RewardModelConfig):
         template, longest = stage.reward_model.template, stage.data.max_length
-    else:
-        chat = getattr(load_tokenizer(found.path), "chat_template", None)
-        shape = AutoConfig.from_pretrained(found.path, **from_where(found.path)).get_text_config()
-        template, longest = "chat" if chat else "plain", min(context_limit(shape) or 4096, 4096)
+    elif getattr(load_tokenizer(found.path), "chat_template", None):
+        template = "chat"
+    longest = min(longest, context_limit(shape) or longest)
     told = {"path": found.path, "device": device, "template": template, "max_length": longest, "timeout_s": 600}
     return load_reward("model", [*(f"reward.{key}={json.dumps(value)}" for key, value in told.items()), *overrides])
 
