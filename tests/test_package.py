@@ -37,7 +37,10 @@ def test_the_wheel_holds_the_package_its_types_its_rubric_and_every_recipe(wheel
     page = {f"dapo/commands/ui/static/{path.relative_to(static)}" for path in static.rglob("*") if path.is_file()}
     assert "dapo/commands/ui/static/index.html" in page and page <= names
     sources = {f"dapo/{path.relative_to(ROOT / 'src' / 'dapo')}" for path in (ROOT / "src" / "dapo").rglob("*.py")}
-    assert sources == {name for name in names if name.endswith(".py")}
+    examples = {
+        f"dapo/shipped_recipes/{path.relative_to(ROOT / 'recipes')}" for path in (ROOT / "recipes").rglob("*.py")
+    }
+    assert sources | examples == {name for name in names if name.endswith(".py")}
     assert not [name for name in names if name.startswith(("tests", "src"))]
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from dapo.util.version import VERSION as __version__
 
 __all__ = ["__version__", "evaluate", "generate", "open_run", "reward_function", "train"]
-__all__ += ["compare", "dpo", "reward_model", "sft"]
+__all__ += ["compare", "dpo", "filter", "rank", "reward_model", "sft"]
 
 if TYPE_CHECKING:
     from dapo.api import train
     from dapo.api.compare import compare
     from dapo.api.inference import evaluate, generate
+    from dapo.api.ranking import filter, rank
     from dapo.api.run import open_run
     from dapo.api.stages import dpo, reward_model, sft
     from dapo.reward.registry import reward_function
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     **{"train": "dapo.api", "evaluate": "dapo.api.inference", "generate": "dapo.api.inference"},
     **dict.fromkeys(("dpo", "reward_model", "sft"), "dapo.api.stages"),
+    **dict.fromkeys(("filter", "rank"), "dapo.api.ranking"),
     **{"compare": "dapo.api.compare"},
     **{"open_run": "dapo.api.run", "reward_function": "dapo.reward.registry"},
 }

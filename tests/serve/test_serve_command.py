@@ -27,7 +27,7 @@ LONG = {"model": "tiny", "prompt": [5, 6, 7], "n": 200, "max_tokens": 200, "temp
     [
         (["--host", "0.0.0.0"], "--token-env"),
         (["--token-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE"),
-        (["--adapter", "poet"], "expected NAME=FOLDER"),
+        (["--adapter", "poet"], "expected NAME=folder"),
         (["--adapter", "a=x", "--adapter", "a=y"], "two have the same name"),
         (["--port", "0", "--adapter", "tiny=x"], "--name"),
         (["--port", "0", "--set", "data.max_prompt_lenght=3"], "max_prompt_length"),

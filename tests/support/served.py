@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dapo.observe.progress import QuietListener
+from dapo.ranking.endpoints import Rankers
 from dapo.serve.app import Service, create_app
 from dapo.serve.model import Limits, ServedModel, load_served
 from dapo.util.serving import Server
@@ -86,11 +87,12 @@ def served(
     limits: Limits | None = None,
     token: str | None = None,
     journal: Any = None,
+    rankers: Rankers | None = None,
     **how: Any,
 ) -> Iterator[Served]:
     limits = limits or Limits()
     model = load_served(str(folder), QuietListener(), overrides=overrides or SMALL, limits=limits, **how)
-    service = Service(limits, token, model)
+    service = Service(limits, token, model, rankers)
     service.state = "ready"
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(create_app(service, journal=journal), lifespan="off")

@@ -13,10 +13,13 @@ from dapo.commands import (
     compare,
     config,
     data,
+    distil,
     doctor,
     evaluate,
     generate,
     plan,
+    quantise,
+    rank,
     reward_server,
     serve,
     stage,
@@ -73,11 +76,12 @@ def _root(
 _COMMANDS = (  # in the order of --help
     *(train.train, doctor.doctor, plan.plan, evaluate.evaluate, generate.generate, serve.serve, inspect_command),
     *(ui_command, config.config, demo_command, replay_command, report_command, votes.votes, stage.sft, stage.dpo),
-    *(stage.phases, compare.compare),
+    *(stage.phases, compare.compare, rank.rank, distil.distil, quantise.quantise),
 )
 for _command in _COMMANDS:
     app.command(epilog=EXIT_CODES)(_command)
 app.add_typer(data.app, name="data")
 app.add_typer(reward_app, name="reward")
+app.command("filter", epilog=EXIT_CODES)(rank.filter_responses)
 app.command("reward-model", epilog=EXIT_CODES)(stage.reward_model)
 app.command("reward-server", epilog=EXIT_CODES)(reward_server.reward_server)

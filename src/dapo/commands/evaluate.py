@@ -47,6 +47,16 @@ Server = Annotated[
 SaveSamples = Annotated[
     bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
 ]
+Since = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DATE|FILE",
+        help="Say whether rows since DATE (by their time), or all against those of FILE, are worse.",
+    ),
+]
+Curve = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="With --since: learning curve, of dapo reward-model --curve.")
+]
 OutputPath = Annotated[
     Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
 ]
@@ -66,40 +76,40 @@ def evaluate(
     rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
     max_tokens: options.MaxTokens = None,
     stop: options.Stop = None,
+    since: Since = None,
+    curve: Curve = None,
     output: OutputPath = None,
     save_samples: SaveSamples = False,
     average: Annotated[bool, typer.Option("--average", help="Give the mean over the files, too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the results only.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval.
+    """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval. A reward model is
+    measured on rows of pairs or rankings.
 
     What counts is, from the weakest to the strongest: defaults, the recipe, the benchmark, options and keys.
     """
     with errors_for_people(debug):
+        from dapo.commands.drift import drift_of_policy, drift_of_ranker, ranks
         from dapo.evaluation.benchmarks import benchmark_named
-        from dapo.inference.model import function_of, settings_for
+        from dapo.inference.model import settings_for
         from dapo.observe.progress import make_listener
-        from dapo.util.files import file_hash
 
         given = options.given_options(locals(), *options.SAMPLING, "rows", "server")
         more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
         given["--data"] = [*(data or []), *more]
+        if ranks(model):
+            return drift_of_ranker(model, given["--data"], overrides, since, curve, output)
+        given["--data"] += [since] if since and Path(since).is_file() else []
         preset = benchmark_named(benchmark) if benchmark else None
         benchmarks = [preset.settings] if preset else []
         found, config = settings_for(model, given, *benchmarks, recipe=recipe, overrides=overrides)
         _check_data(config)
         place, trained = _place(output, save_samples), recipe or found.recipe
-        about = {"recipe": str(trained) if trained else None, "benchmark": preset and preset.name, "server": server}
-        if benchmark and ".py:" in benchmark:
-            about["benchmark_sha256"] = file_hash(Path(benchmark.rpartition(":")[0]))
+        about = {"recipe": trained and str(trained), "benchmark": preset and preset.name, "server": server}
+        about |= _hash_of(benchmark)
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            named: dict[str, Any] = {f"{model}: its model is": found.path if found.path != model else None}
-            named |= {"settings of the recipe": trained, "benchmark": preset and preset.name}
-            for what in filter(named.get, named):
-                listener.phase(f"{what} {named[what]}")
-            if trained == found.recipe and preset is None and (why := function_of(found)):
-                listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
+            _tell(listener, model, found, trained, preset, config)
             from dapo.inference.evaluate import average_of, evaluate_files, report
 
             def write(config: Config, results: Sequence[FileResult]) -> dict[str, Any]:
@@ -111,6 +121,27 @@ def evaluate(
 
             results, notes = evaluate_files(config, listener, write, preset.published if preset else None)
         _show(Terminal(), results, notes)
+        drift_of_policy(results, since, curve)
+
+
+def _hash_of(benchmark: str | None) -> dict[str, str]:
+    """Of a benchmark of the user's, its file."""
+    from dapo.util.files import file_hash
+
+    own = benchmark is not None and ".py:" in benchmark
+    return {"benchmark_sha256": file_hash(Path((benchmark or "").rpartition(":")[0]))} if own else {}
+
+
+def _tell(listener: Any, model: str, found: Any, trained: Path | None, preset: Any, config: Config) -> None:
+    """What is evaluated, and by what."""
+    from dapo.inference.model import function_of
+
+    named: dict[str, Any] = {f"{model}: its model is": found.path if found.path != model else None}
+    named |= {"settings of the recipe": trained, "benchmark": preset and preset.name}
+    for what in filter(named.get, named):
+        listener.phase(f"{what} {named[what]}")
+    if trained == found.recipe and preset is None and (why := function_of(found)):
+        listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
 
 
 def _check_data(config: Config) -> None:

@@ -1,7 +1,8 @@
 """``dapo reward-server``."""
 
 import asyncio
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -40,6 +41,9 @@ def reward_server(
     max_text: Annotated[
         int, typer.Option(min=1, metavar="N", help="Characters of one prompt, response or answer.")
     ] = 1_000_000,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Thresholds for /v1/filter, of dapo filter --calibration.")
+    ] = None,
     drain_s: DrainSeconds = 30.0,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -52,10 +56,19 @@ def reward_server(
         from dapo.config import load_reward
 
         with extra("server", "dapo reward-server", RewardError):
-            from dapo.reward.server import ServerLimits, serve
+            from dapo.ranking.calibrate import read_thresholds
+            from dapo.ranking.endpoints import Rankers, router
+            from dapo.ranking.score import Ranker
+            from dapo.reward.server import ServerLimits, Service, serve
             from dapo.util.serving import Address
         config = load_reward(recipe, overrides or [])
         address = Address(host, port, Address.token_in(token_env))
         limits = ServerLimits(max_waiting, min(max_items, max_waiting), int(max_body_mb * 2**20), max_text)
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
-        asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say))
+        thresholds = {recipe: read_thresholds(calibration)} if calibration else {}
+
+        def ranking(service: Service) -> Any:
+            rankers = Rankers({recipe: Ranker(recipe, service.scorer)}, thresholds)
+            return router(lambda: rankers, limits.max_items)
+
+        asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say, more=ranking))

@@ -26,6 +26,14 @@ from dapo.commands.shared.options import (
 from dapo.errors import ConfigError, extra
 from dapo.util.terminal import Terminal
 
+Rankers = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=MODEL", help="Rank with it (best_of, /v1/rank, /v1/filter); may be given again."),
+]
+Calibrations = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=FILE", help="Thresholds of a ranker, of dapo filter --calibration.")
+]
+
 
 def serve(
     model: Annotated[
@@ -45,6 +53,8 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME=FOLDER", help="Serve a LoRA adapter on the model, too; may be given again."),
     ] = None,
+    ranker: Rankers = None,
+    calibration: Calibrations = None,
     engines: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of each; on several GPUs one on each.")] = 1,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -71,6 +81,7 @@ def serve(
         from dapo.observe.progress import make_listener
 
         with extra("server", "dapo serve"):
+            from dapo.ranking.endpoints import load_rankers
             from dapo.serve.app import serve as serve_app
             from dapo.serve.live import Journal
             from dapo.serve.model import Limits, load_served
@@ -78,20 +89,26 @@ def serve(
         address = Address(host, port, Address.token_in(token_env))
         limits = Limits(max_waiting, int(max_body_mb * 2**20), timeout_s)
         more: dict[str, Any] = {"overrides": settings or [], "name": name, "copies": engines, "limits": limits}
-        adapters = dict(map(_adapter, adapter or []))
-        if len(adapters) < len(adapter or []):
-            raise ConfigError("--adapter: two have the same name")
+        adapters = _named("--adapter", adapter, "poet=folder")
+        calibrations = _named("--calibration", calibration, "taste=thresholds.json")
+        rankers = _named("--ranker", ranker, "taste=runs/reward-model")
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
             journal = Journal(live, redact) if live else None
             load = functools.partial(load_served, model, listener, adapters=adapters, **more)
-            asyncio.run(
-                serve_app(load, address, limits, drain_s=drain_s, say=say, weights_dir=weights_dir, journal=journal)
-            )
+            found = load_rankers(rankers, calibrations)
+            how: dict[str, Any] = {"drain_s": drain_s, "say": say, "weights_dir": weights_dir, "rankers": found}
+            asyncio.run(serve_app(load, address, limits, journal=journal, **how))
 
 
-def _adapter(given: str) -> tuple[str, str]:
-    name, _, folder = given.partition("=")
-    if not (name and folder):
-        raise ConfigError(f"--adapter {given}: expected NAME=FOLDER, such as --adapter poet=folder")
-    return name, folder
+def _named(option: str, given: list[str] | None, example: str) -> dict[str, str]:
+    """What an option that may be given again has by name."""
+    found = {}
+    for one in given or ():
+        name, _, value = one.partition("=")
+        if not (name and value):
+            raise ConfigError(f"{option} {one}: expected NAME={example.partition('=')[2]}, such as {option} {example}")
+        if name in found:
+            raise ConfigError(f"{option}: two have the same name")
+        found[name] = value
+    return found

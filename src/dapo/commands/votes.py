@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Run
+from dapo.commands.shared.options import Debug
 from dapo.commands.shared.output import print_lines
 from dapo.errors import UserError
 
@@ -17,22 +17,29 @@ if TYPE_CHECKING:
 
 
 def votes(
-    run: Run,
+    run: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Run folder, or a file of thumbs.")],
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write preference pairs (prompt, chosen, rejected) there, as JSON lines."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Say which of a run's models people prefer, by the votes that were cast in dapo ui.
+    """Say which of a run's models people prefer, by the votes that were cast in dapo ui. Of a file of thumbs (prompt,
+    response, thumb up or down, and who, time, model) only pairs are made.
 
     The interval is of 95%, over the votes that found one answer better than the other.
     """
     with errors_for_people(debug):
         from dapo.commands.inspect.tables import columns
-        from dapo.evaluation.votes import read_votes, tallies, write_pairs
+        from dapo.evaluation.votes import preference_pairs, read_votes, tallies, thumb_pairs, write_pairs
         from dapo.observe.run_view import RunView
 
+        if run.is_file():  # thumbs
+            pairs = list(thumb_pairs(run))
+            print(f"{len(pairs)} pairs of an up and a down" + (f" in {output}" if output else ""))
+            if output is not None:
+                write_pairs(pairs, output)
+            return
         root = RunView.read(run).folder.root
         found = read_votes(root)
         if not found:
@@ -42,7 +49,7 @@ def votes(
         print_lines(columns(header, [_row(tally) for tally in told]))
         print_lines(f"{tally.models[1]} against {tally.models[0]}: {tally.verdict}" for tally in told)
         if output is not None:
-            print(f"{write_pairs(found, output)} pairs of {len(found)} votes in {output}")
+            print(f"{write_pairs(list(preference_pairs(found)), output)} pairs of {len(found)} votes in {output}")
 
 
 def _row(tally: Tally) -> list[str]:

@@ -122,9 +122,36 @@ def preference_pairs(votes: Sequence[Vote]) -> Iterator[dict[str, Any]]:
             yield {**texts, **models, "who": vote.who, "time": vote.time}
 
 
-def write_pairs(votes: Sequence[Vote], output: Path) -> int:
-    """Write the preference pairs as JSON lines: how many there are. Raises UserError if the file cannot be written."""
-    pairs = list(preference_pairs(votes))
+def thumb_pairs(file: Path) -> Iterator[dict[str, Any]]:
+    """Pairs of an up and a down for the same prompt, oldest first, each response once. A line has ``prompt``,
+    ``response`` and ``thumb`` (up or down); what else it has, such as who, time and model, goes along.
+    Raises UserError: a line is no thumb, or the file cannot be read."""
+    waiting, number = dict[str, dict[str, list[dict[str, Any]]]](), 0
+    try:
+        for line in lines_of(file):
+            number, row = number + 1, parse_json(line)
+            mine = waiting.setdefault(str(row["prompt"]), {"up": [], "down": []})
+            mine[row["thumb"]].append({**row, "response": str(row["response"])})
+            if mine["up"] and mine["down"]:
+                up, down = (mine[side].pop(0) for side in ("up", "down"))
+                more = [
+                    {f"{side}_{key}": value for key, value in one.items() if key not in ("prompt", "response", "thumb")}
+                    for side, one in (("chosen", up), ("rejected", down))
+                ]
+                yield {
+                    "prompt": row["prompt"],
+                    "chosen": up["response"],
+                    "rejected": down["response"],
+                    **more[0],
+                    **more[1],
+                }
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        where = file if isinstance(error, OSError) else f"{file}:{number}"
+        raise UserError(f"{where}: not a thumb: a line has prompt, response and thumb (up or down)") from None
+
+
+def write_pairs(pairs: Sequence[Mapping[str, Any]], output: Path) -> int:
+    """Write preference pairs as JSON lines: how many there are. Raises UserError if the file cannot be written."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(output, map(json_line, pairs))

@@ -43,7 +43,7 @@ from dapo.util.gate import WorkGate, add_reports, disconnected, place_in_body, u
 from dapo.util.serving import Address, Progress, run_service
 from dapo.util.version import VERSION
 
-_WORK = ("/score", "/examine")
+_WORK = ("/score", "/examine", "/v1/rank", "/v1/filter")
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _SHOWN_PROBLEMS = 3
 _log = logging.getLogger(__name__)
@@ -164,7 +164,8 @@ class _Scores:
                 task.cancel()
 
 
-def create_app(service: Service) -> ASGIApp:
+def create_app(service: Service, more: Callable[[Service], Any] | None = None) -> ASGIApp:
+    """``more``: makes further routes."""
     app = FastAPI(title="dapo reward server", version=VERSION, docs_url=None, redoc_url=None)
     errors: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in (401, 413, 422, 429, 500, 503)}
 
@@ -185,6 +186,8 @@ def create_app(service: Service) -> ASGIApp:
         doubts = await service.doubts(body.rows, request)
         return _json(ExamineReply(doubts=[DoubtfulRow.of(doubt) for doubt in doubts]))
 
+    if more is not None:
+        app.include_router(more(service))
     add_reports(app, service, service.registry)
 
     @app.get("/info")
@@ -251,12 +254,18 @@ def _without_args(config: Any) -> Any:
 
 
 async def serve(
-    config: RewardConfig, address: Address, limits: ServerLimits, *, drain_s: float, say: Callable[[str], object]
+    config: RewardConfig,
+    address: Address,
+    limits: ServerLimits,
+    *,
+    drain_s: float,
+    say: Callable[[str], object],
+    more: Callable[[Service], Any] | None = None,
 ) -> None:
-    """Serve until a signal comes. ``drain_s``: longest time for running requests to finish.
+    """Serve until a signal comes. ``drain_s``: longest time for running requests to finish. ``more``: further routes.
     Raises ConfigError: the address cannot be listened on; RewardError: the reward cannot be started."""
     scorer = make_scorer(config)
     service = Service(scorer, config, limits, address.token)
     starting, ready = f"starting the reward ({config.kind})", "POST {}/score (also /ready, /metrics, /info, /schema)"
     how: dict[str, Any] = {"drain_s": drain_s, "say": say, "starting": starting, "ready": ready}
-    await run_service(create_app(service), address, service, scorer.start, scorer.close, **how)
+    await run_service(create_app(service, more), address, service, scorer.start, scorer.close, **how)

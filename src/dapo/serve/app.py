@@ -31,8 +31,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dapo.errors import UserError
 from dapo.inference.stream import Part
+from dapo.ranking import endpoints
+from dapo.ranking.endpoints import Rankers
 from dapo.rollout.engine import EngineError
 from dapo.serve import live, weights
+from dapo.serve.best_of import choose, ranker_of
 from dapo.serve.door import Refused, Restarted
 from dapo.serve.live import Journal
 from dapo.serve.model import Job, Limits, ServedModel
@@ -43,7 +46,7 @@ from dapo.util.serving import Address, Progress, run_service
 from dapo.util.version import VERSION
 
 _ASKED: dict[str, type[SamplingRequest]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
-_WORK = (*_ASKED, *weights.PATHS)
+_WORK = (*_ASKED, *weights.PATHS, *endpoints.PATHS)
 _SHORT = 2**13  # bytes of a body: its texts are read in less time than a thread takes to get the lock
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _READERS = ThreadPoolExecutor(2, "dapo-texts")  # large texts take no thread that others wait for
@@ -54,9 +57,15 @@ _log = logging.getLogger(__name__)
 class Service(Progress):
     """What is served, once it is loaded, and what was counted."""
 
-    def __init__(self, limits: Limits, token: str | None = None, served: ServedModel | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        token: str | None = None,
+        served: ServedModel | None = None,
+        rankers: Rankers | None = None,
+    ) -> None:
         super().__init__()
-        self.limits, self.token, self.loaded = limits, token, served
+        self.limits, self.token, self.loaded, self.rankers = limits, token, served, rankers or Rankers({})
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("dapo_policy_requests", "Requests answered", ["path", "code"], registry=registry)
         self.tokens = Counter("dapo_policy_tokens", "Tokens of prompts and responses", ["kind"], registry=registry)
@@ -90,6 +99,7 @@ def create_app(service: Service, weights_dir: Path | None = None, journal: Journ
     app = FastAPI(title="dapo policy server", version=VERSION, docs_url=None, redoc_url=None)
 
     app.include_router(weights.router(lambda: service.served, service.token, weights_dir))
+    app.include_router(endpoints.router(lambda: service.rankers, service.limits.max_waiting))
     _add_models(app, service)
     if journal is not None:
         app.include_router(live.router(journal))
@@ -135,7 +145,8 @@ async def _read(request: Request) -> tuple[SamplingRequest, int]:
 async def _answer(service: Service, request: Request) -> Response:
     started, served = time.perf_counter(), service.served
     body, size = await _read(request)
-    with served.reserved(body.model, body.n * len(body.given)):
+    chooser = ranker_of(body, service.rankers)
+    with served.reserved(body.model, body.each * len(body.given)):
         # long texts are read in a thread: others are answered meanwhile
         job = body.job(served) if size < _SHORT else await in_thread(body.job, served, pool=_READERS)
     reply = Reply(body, job, served)
@@ -150,7 +161,10 @@ async def _answer(service: Service, request: Request) -> Response:
         service.first.observe(time.perf_counter() - started)
         headers = {"version": str(max(told[0][1].versions, default=0))}
         return _Events(_events(reply, told[0], parts, count), headers)
-    whole = reply.whole(told)
+    if chooser is None:
+        whole = reply.whole(told)
+    else:
+        whole = await unless_gone(request, choose(chooser, body, served, told, reply))
     count()
     return JSONResponse(whole, headers={"version": str(reply.version)})
 
@@ -249,19 +263,23 @@ async def serve(
     say: Callable[[str], object],
     weights_dir: Path | None = None,
     journal: Journal | None = None,
+    rankers: Rankers | None = None,
 ) -> None:
     """Serve what ``load`` returns, called in a thread, until a signal comes. ``drain_s``: longest time for running
     requests to finish. Raises ConfigError: the address cannot be listened on; UserError: what ``load`` raises, or an
     engine has ended."""
     # each launch lets the interpreter go, and while the event loop is at work, the engine's thread waits so long for it
     sys.setswitchinterval(1e-4)
-    service = Service(limits, address.token)
+    service = Service(limits, address.token, rankers=rankers)
 
     async def start() -> None:
         service.loaded = served = await asyncio.to_thread(load)
         for engine in (engine for door in served.doors.values() for engine in door.engines):
             await engine.cancel(())  # from now on it is heard if the engine ends
         served.prompting.template.decode(())  # reads the vocabulary, which would hold up the first answer
+        for name, ranker in service.rankers.items():
+            say(f"loading the ranker {name}")
+            await ranker.start()
         gc.freeze()  # what is loaded stays: looking through it again and again takes 0.1 s each time
         say(f"serving {', '.join(served.doors)}, up to {served.context} tokens a sample")
 
@@ -274,6 +292,8 @@ async def serve(
         service.served.turn_away(why[0])
 
     async def close() -> None:
+        for ranker in service.rankers.values():
+            await ranker.close()
         if service.loaded is not None:
             await service.loaded.close()
         elif service.state == "draining":  # a signal came, and no thread that loads can be told

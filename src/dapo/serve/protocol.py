@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dapo.data.rows import BadRow, Keys, check_row
+from dapo.data.rows import BadRow, Keys, Messages, check_row
 from dapo.errors import DataError
 from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.inference.stream import Part, likeliest
@@ -48,7 +48,6 @@ class StreamOptions(BaseModel):
 
 _NOT_SERVED: Mapping[str, Sequence[Any]] = {
     "echo": (False,),
-    "best_of": (1,),
     "suffix": ("",),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -71,6 +70,8 @@ class SamplingRequest(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     model: str
     n: int = Field(1, ge=1)
+    best_of: int | None = Field(None, ge=1)
+    ranker: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=100)
@@ -99,9 +100,19 @@ class SamplingRequest(BaseModel):
         raise NotImplementedError
 
     @property
+    def each(self) -> int:
+        """Samples of every prompt: those that a ranker chooses from, or all that are asked for."""
+        return self.best_of or self.n
+
+    @property
     def given(self) -> list[Any]:
         """The prompts as they came; a chat is one."""
         return [self]
+
+    def rankable(self, served: ServedModel) -> list[str | Messages]:
+        """The prompts as a ranker reads them."""
+        decode = served.prompting.template.decode
+        return [one if isinstance(one, str) else decode(one) for one in self.given]
 
     def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
         """Token ids. Raises Refused: there are none, or the template refuses the messages."""
@@ -112,7 +123,7 @@ class SamplingRequest(BaseModel):
         self._check(served)
         prompts = self.prompts(served)
         sampling = self._sampling(served, max(map(len, prompts)))
-        seeds, n = self._seeds(len(prompts)), self.n
+        seeds, n = self._seeds(len(prompts)), self.each
         return Job(
             self.model,
             [Request(k, prompt, tuple(seeds[k * n : k * n + n]), sampling) for k, prompt in enumerate(prompts)],
@@ -123,12 +134,12 @@ class SamplingRequest(BaseModel):
         )
 
     def _seeds(self, prompts: int) -> list[int]:
-        """For ``n`` samples of every prompt: those that are given, or of ``dapo generate --seed``, or new ones."""
+        """For all samples of every prompt: those that are given, or of ``dapo generate --seed``, or new ones."""
         if self.seeds is None:
             start = secrets.randbits(63) if self.seed is None else self.seed
-            return [sample_seed(start, place, 0, index) for place in range(prompts) for index in range(self.n)]
-        if len(self.seeds) != prompts * self.n:
-            many = f"there are {len(self.seeds)}, for {prompts} prompts with {self.n} choices each"
+            return [sample_seed(start, place, 0, index) for place in range(prompts) for index in range(self.each)]
+        if len(self.seeds) != prompts * self.each:
+            many = f"there are {len(self.seeds)}, for {prompts} prompts with {self.each} choices each"
             raise Refused(400, f"seeds: {many}", "seeds")
         return self.seeds
 
@@ -198,6 +209,9 @@ class ChatRequest(SamplingRequest):
     @property
     def likely(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def rankable(self, served: ServedModel) -> list[str | Messages]:
+        return [tuple(_message(f"messages[{place}]", one) for place, one in enumerate(self.messages))]
 
     def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
         if self.top_logprobs and not self.logprobs:

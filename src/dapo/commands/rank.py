@@ -1,0 +1,198 @@
+"""``dapo rank`` and ``dapo filter``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dapo.commands.shared import options
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.output import print_lines, require_writable
+from dapo.errors import ConfigError
+from dapo.util.terminal import Terminal
+
+if TYPE_CHECKING:
+    from dapo.ranking.calibrate import Calibration
+    from dapo.ranking.rows import Candidates
+    from dapo.ranking.score import Ranker, Scored
+
+RankerName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Reward model or the run that made it, run of dapo dpo, recipe with a reward, or kind of reward.",
+    ),
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FILES] [REWARD.KEY=VALUE]", help="Files of rows with responses, and keys to change."),
+]
+Reference = Annotated[
+    str | None, typer.Option(metavar="POLICY", help="What DPO began with, where MODEL is a policy without its run.")
+]
+Rows = Annotated[int | None, typer.Option(min=1, metavar="N", help="The first so many rows of each file.")]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the lines there, and print a summary.")]
+
+
+def rank(
+    model: RankerName,
+    words: Words = None,
+    reference: Reference = None,
+    rows: Rows = None,
+    unsure: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Give the N pairs that a label would teach most instead.")
+    ] = None,
+    output: Output = None,
+    debug: options.Debug = False,
+) -> None:
+    """Order the responses of each row, the best first, as JSON lines. Where rows have labels, say how well that agrees.
+
+    A row has a prompt, and candidates; or chosen and rejected (or correct_code and incorrect_code); or responses.
+    """
+    with errors_for_people(debug):
+        from dapo.ranking.best_of import least_sure
+        from dapo.ranking.table import ranked_lines, summary, summary_lines
+
+        ranker, files = _opened(model, words, reference, output)
+        found, scored = _scored(ranker, files, rows)
+        lines = ranked_lines(found, scored) if unsure is None else least_sure(found, scored, unsure)
+        _give(lines, output)
+        _say(summary_lines(summary(found, scored)), output)
+
+
+def filter_responses(
+    model: RankerName,
+    words: Words = None,
+    reference: Reference = None,
+    labelled: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE", help="Rows with labels: half of their prompts to choose the threshold on, half to check it."
+        ),
+    ] = None,
+    precision: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Wanted share of right ones among what is kept.")
+    ] = None,
+    recall: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Wanted share of the right ones that are kept.")
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Thresholds by language model: written with --labelled, or read."),
+    ] = None,
+    threshold: Annotated[float | None, typer.Option(help="Keep what scores above this, uncalibrated.")] = None,
+    rows: Rows = None,
+    output: Output = None,
+    debug: options.Debug = False,
+) -> None:
+    """Keep the responses that pass a threshold, which is calibrated on labelled rows, as JSON lines.
+
+    Rows with a key model have a threshold for each language model. That nothing passes is no error.
+    """
+    with errors_for_people(debug):
+        from dapo.ranking.calibrate import passing, read_thresholds, write_calibrations
+        from dapo.ranking.rows import EVERY
+        from dapo.ranking.table import kept_lines
+
+        _check_options(labelled, precision, recall, calibration, threshold)
+        ranker, files = _opened(model, words, reference, output, needs_files=not labelled)
+        thresholds = {} if threshold is None else {EVERY: threshold}
+        if labelled:
+            goal, wanted = ("precision", precision) if precision is not None else ("recall", recall)
+            found = _calibrations(ranker, labelled, goal, wanted or 0.0)
+            thresholds = {name: one.threshold for name, one in found.items()}
+            if calibration is not None:
+                require_writable("--calibration", calibration, calibration)
+                write_calibrations(calibration, model, found)
+            _say(_told(found), output if files else calibration or Path())
+            ranker, _ = _opened(model, words, reference, output, needs_files=False)
+        elif calibration is not None:
+            thresholds = read_thresholds(calibration)
+        if files:
+            given, scored = _scored(ranker, files, rows)
+            kept = passing(given, scored, thresholds)
+            _give(kept_lines(given, kept), output)
+            _say([f"kept {sum(map(len, kept))} of {sum(map(len, scored))} responses"], output)
+
+
+def _check_options(
+    labelled: Any, precision: float | None, recall: float | None, calibration: Path | None, threshold: float | None
+) -> None:
+    """Raises ConfigError: they name no threshold, or two."""
+    if labelled and (precision is None) == (recall is None):
+        raise ConfigError("--labelled: say what to choose the threshold for, --precision P or --recall R")
+    if not labelled and (precision is not None or recall is not None):
+        raise ConfigError("--precision, --recall: need labelled rows to choose a threshold on: --labelled FILE")
+    if sum(map(bool, (labelled, calibration and not labelled, threshold is not None))) != 1:
+        raise ConfigError(
+            "give one of --labelled FILE (with --precision or --recall), --calibration FILE, --threshold X"
+        )
+
+
+def _opened(
+    model: str, words: list[str] | None, reference: str | None, output: Path | None, needs_files: bool = True
+) -> tuple[Ranker, list[str]]:
+    from dapo.ranking.score import load_ranker
+
+    files, overrides = options.files_and_settings(words)
+    if needs_files and not files:
+        raise ConfigError("FILES: required but not given: rows with a prompt and responses, as JSON lines or Parquet")
+    if output is not None:
+        require_writable("--output", output, output)
+    return load_ranker(model, reference=reference, overrides=overrides), files
+
+
+def _scored(ranker: Ranker, files: Sequence[str], rows: int | None) -> tuple[list[Candidates], list[list[Scored]]]:
+    from dapo.ranking.rows import read_candidates
+    from dapo.ranking.score import require_scores
+    from dapo.ranking.table import score_rows
+
+    found = read_candidates(files, rows)
+    scored = score_rows(ranker, found)
+    require_scores(found, scored)
+    return found, scored
+
+
+def _calibrations(ranker: Ranker, labelled: Sequence[str], goal: Any, wanted: float) -> dict[str, Calibration]:
+    """By the language model that wrote. Raises DataError: for one of them nothing reaches what is wanted."""
+    from dapo.errors import DataError
+    from dapo.ranking.calibrate import calibrate, labelled_of
+
+    found = {}
+    for name, data in labelled_of(*_scored(ranker, labelled, None)).items():
+        try:
+            found[name] = calibrate(data, goal, wanted)
+        except DataError as error:
+            raise DataError(f"{'--labelled' if name == '*' else f'responses of {name}'}: {error}") from None
+    return found
+
+
+def _told(found: Mapping[str, Calibration]) -> Iterable[str]:
+    from dapo.ranking.table import interval
+
+    for name, one in found.items():
+        who = "" if name == "*" else f"{name}: "
+        yield f"{who}threshold {one.threshold:.5g} for a {one.goal} of {one.wanted:g}: {one.verdict} on other rows"
+        for part, measured in (("chosen on", one.chosen_on), ("checked on", one.check)):
+            told = f"precision {interval(measured.precision, '.3f')}, recall {interval(measured.recall, '.3f')}"
+            yield f"  {part} {measured.responses} responses, {measured.kept} kept: {told}"
+
+
+def _give(lines: Iterable[Mapping[str, Any]], output: Path | None) -> None:
+    from dapo.util.files import json_line, write_atomic
+
+    texts = list(map(json_line, lines))
+    if output is None:
+        print_lines(text.rstrip("\n") for text in texts)
+    else:
+        write_atomic(output, texts)
+
+
+def _say(lines: Iterable[str], output: Path | None) -> None:
+    """On the standard output, unless that holds the result."""
+    terminal = Terminal(stderr=output is None)
+    for line in lines:
+        terminal.print(line, markup=False, highlight=False, soft_wrap=True)

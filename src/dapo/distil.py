@@ -1,0 +1,197 @@
+"""Distillation: what a ranker chooses from a policy's samples is taught to the policy, and how much of the gain stays.
+
+Samples, scores them, writes rows for a stage, runs it as a phase (``stages/phases.py``), and measures policy, best-of-n
+and the distilled policy on held-out prompts. Everything lies in one folder; what is there is not made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dapo.config import Config
+from dapo.config.data import DataItem, WritingConfig
+from dapo.config.reading import with_values
+from dapo.data.parts import open_table
+from dapo.data.rows import plain_value
+from dapo.errors import ConfigError, DataError
+from dapo.evaluation.statistics import RESAMPLES, Estimate
+from dapo.inference.generate import generate_responses
+from dapo.inference.model import load_prompting
+from dapo.observe.progress import Listener
+from dapo.ranking.best_of import best_of_n
+from dapo.ranking.calibrate import passing
+from dapo.ranking.rows import Candidates, read_candidates
+from dapo.ranking.score import Ranker, Scored, best_first, require_scores
+from dapo.ranking.table import interval, score_rows
+from dapo.stages.phases import load_phases, run_phases
+from dapo.util.files import json_line, read_json, write_atomic, write_json
+from dapo.util.shutdown import Shutdown
+
+Method = Literal["sft", "dpo"]
+PHASE = "distilled"
+Load = Callable[[], Ranker]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``config``: the policy and how it samples. ``train``, ``heldout``: files of prompts. ``thresholds``: of a filter
+    (SFT on all that pass), empty: the best sample of each prompt. ``stage``: keys of the stage's recipe."""
+
+    config: Config
+    train: Sequence[str]
+    heldout: Sequence[str]
+    folder: Path
+    method: Method = "sft"
+    thresholds: Mapping[str, float] | None = None
+    stage: Sequence[str] = ()
+
+
+def distil(
+    plan: Plan, ranker: Load, gold: Load | None, listener: Listener, shutdown: Shutdown, resume: bool = False
+) -> dict[str, Any]:
+    """Returns what ``report.json`` holds; ``report.md`` tells it to people.
+    ``gold``: a reward that tells what is right, which the ranker did not see. ``resume``: go on in the folder.
+    Raises UserError: a model, a row or a setting is wrong, or the ranker lets nothing through."""
+    config = load_prompting(plan.config).config
+    _claim(plan, config, resume)
+    train, heldout = (
+        _sampled(config, files, plan.folder / f"{name}.jsonl", listener)
+        for name, files in (("train", plan.train), ("heldout", plan.heldout))
+    )
+    listener.phase(f"ranking {sum(len(row.texts) for row in train)} samples of {len(train)} prompts")
+    scored = score_rows(ranker(), train)
+    require_scores(train, scored)
+    rows = _chosen(plan, train, scored)
+    write_atomic(plan.folder / "rows.jsonl", map(json_line, rows))
+    listener.phase(f"{len(rows)} rows for {plan.method}")
+    recipe = plan.folder / "recipe.yaml"
+    write_json(recipe, _recipe(plan, config))  # JSON is YAML
+    overrides = [f"phases.{PHASE}.{one}" for one in plan.stage]
+    run_phases(*load_phases(recipe, overrides), listener, resume, shutdown)
+    distilled = with_values(config, {"model.path": str(plan.folder / PHASE / "model-after")})
+    after = _sampled(distilled, plan.heldout, plan.folder / "heldout-after.jsonl", listener)
+    listener.phase("measuring on held-out prompts")
+    judges = {"ranker": ranker, **({"gold": gold} if gold else {})}
+    chosen_by = score_rows(ranker(), heldout)
+    found = {
+        "rows": len(rows),
+        "prompts": len(heldout),
+        "samples": config.evaluation.samples_per_prompt,
+        **{name: _measured(load, heldout, after, chosen_by) for name, load in judges.items()},
+    }
+    write_json(plan.folder / "report.json", found)
+    write_atomic(plan.folder / "report.md", _report(plan, found))
+    return found
+
+
+def _claim(plan: Plan, config: Config, resume: bool) -> None:
+    """Raises ConfigError: the folder holds a distillation, and it is not to go on, or is another one."""
+    file = plan.folder / "distil.json"
+    sections = config.model_dump(mode="json", include={"model", "data", "evaluation", "seed"})
+    told = {**sections, "train": list(plan.train), "heldout": list(plan.heldout), "method": plan.method}
+    if not file.is_file():
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        write_json(file, told)
+    elif not resume:
+        raise ConfigError(f"{plan.folder}: is there already; --resume goes on, or give another --dir")
+    elif read_json(file) != told:
+        raise ConfigError(f"{plan.folder}: holds a distillation with other settings; give another --dir")
+
+
+def _sampled(config: Config, files: Sequence[str], place: Path, listener: Listener) -> list[Candidates]:
+    """The rows of ``files``, each with samples as its candidates: from ``place``, or made and written there."""
+    if not place.is_file():
+        tables = [open_table(DataItem(path=file)) for file in files]
+        rows = [plain_value(table.raw(number)) for table in tables for number in range(len(table))]
+        texts: list[list[str]] = [[] for _ in rows]
+        sampling = with_values(config, {"evaluation.data": [DataItem(path=file) for file in files]})
+        generate_responses(sampling, (), listener, lambda one: texts[one.prompt_number - 1].append(one.text))
+        write_atomic(
+            place, (json_line({**row, "candidates": several}) for row, several in zip(rows, texts, strict=True))
+        )
+    return read_candidates([str(place)])
+
+
+def _chosen(plan: Plan, rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) -> list[dict[str, Any]]:
+    """Raises DataError: there is none."""
+    if plan.thresholds:
+        kept = [[one for one in several if one.text.strip()] for several in passing(rows, scored, plan.thresholds)]
+        pairs = [(row, one, one) for row, several in zip(rows, kept, strict=True) for one in several]
+    else:
+        orders = [
+            [one for one in best_first(several) if one.score is not None and one.text.strip()] for several in scored
+        ]
+        pairs = [(row, order[0], order[-1]) for row, order in zip(rows, orders, strict=True) if order]
+        if plan.method == "dpo":
+            pairs = [(row, best, worst) for row, best, worst in pairs if best.score != worst.score]
+    if not pairs:
+        why = "no sample passes the threshold" if plan.thresholds else "the samples of each prompt have equal scores"
+        raise DataError(f"there is nothing to learn: {why}; take more samples, or another ranker or threshold")
+    if plan.method == "dpo":
+        return [{"prompt": row.prompt, "chosen": best.text, "rejected": worst.text} for row, best, worst in pairs]
+    return [{"prompt": row.prompt, "response": best.text} for row, best, _ in pairs]
+
+
+def _recipe(plan: Plan, config: Config) -> dict[str, Any]:
+    writing = config.data.model_dump(mode="json", include=set(WritingConfig.WRITING), exclude_defaults=True)
+    phase = {
+        "stage": plan.method,
+        "model": config.model.model_dump(mode="json", exclude_defaults=True),
+        "data": {**writing, "template": config.data.template, "train": str((plan.folder / "rows.jsonl").absolute())},
+    }
+    return {"dir": str(plan.folder), "phases": {PHASE: phase}}
+
+
+def _measured(
+    judge: Load, before: Sequence[Candidates], after: Sequence[Candidates], chosen_by: Sequence[Sequence[Scored]]
+) -> dict[str, Any]:
+    """Mean scores of one sample, of the best of n by the ranker, and of the distilled policy; and which share of what
+    best-of-n gains over one sample the distilled policy has, with a bootstrap interval over prompts."""
+    both = score_rows(judge(), [*before, *after])
+    require_scores([*before, *after], both)
+    kept = [
+        (several, [one.score for one in worth], [one.score for one in new if one.score is not None])
+        for several, worth, new in zip(chosen_by, both[: len(before)], both[len(before) :], strict=True)
+    ]
+    columns = []
+    for several, worth, new in kept:
+        usable = [(a, float(w)) for a, w in zip(several, worth, strict=True) if a.score is not None and w is not None]
+        if usable and new:
+            scored, values = [one for one, _ in usable], [worth for _, worth in usable]
+            each = best_of_n([scored], [values], sorted({1, len(scored)}))
+            columns.append([each[1].value, each[len(scored)].value, sum(new) / len(new)])
+    table = np.array(columns)
+    drawn = table[np.random.default_rng(0).integers(0, len(table), (RESAMPLES, len(table)))].mean(axis=1)
+    single, best, distilled = table.mean(axis=0)
+    gains = drawn[:, 1] - drawn[:, 0]
+    shares = (drawn[:, 2] - drawn[:, 0])[gains > 0] / gains[gains > 0]
+    names = ("one_sample", "best_of_n", "distilled")
+    found: dict[str, Any] = {
+        name: asdict(Estimate(float(value), *(float(q) for q in np.quantile(drawn[:, k], [0.025, 0.975]))))
+        for k, (name, value) in enumerate(zip(names, (single, best, distilled), strict=True))
+    }
+    if best > single and len(shares):
+        low, high = np.quantile(shares, [0.025, 0.975])
+        found["kept"] = asdict(Estimate(float((distilled - single) / (best - single)), float(low), float(high)))
+    return found
+
+
+def _report(plan: Plan, found: Mapping[str, Any]) -> str:
+    lines = [f"# Distilled from the best of {found['samples']}", ""]
+    lines += [f"{plan.method} on {found['rows']} rows; measured on {found['prompts']} held-out prompts.", ""]
+    lines += [
+        "| by | one sample | best of n | distilled, one sample | share of the gain kept |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ("ranker", "gold"):
+        if name in found:
+            each = [interval(Estimate(**found[name][key]), ".3f") for key in ("one_sample", "best_of_n", "distilled")]
+            kept = found[name].get("kept")
+            each.append(interval(Estimate(**kept), ".0%") if kept else "best-of-n gains nothing")
+            lines.append(f"| {name} | {' | '.join(each)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,209 @@
+"""Thresholds: the score from which on a response is kept, chosen on labelled rows for a wanted precision or recall.
+
+Consumes scores with labels; produces a :class:`Calibration` for each language model whose responses are filtered, as
+the same score means different things of different writers. What a threshold promises is measured on rows that it was
+not chosen on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dapo.errors import ConfigError, DataError
+from dapo.evaluation.statistics import RESAMPLES, Estimate, estimate_share
+from dapo.ranking.rows import EVERY, Candidates
+from dapo.ranking.score import Scored
+from dapo.util.files import read_json, write_json
+
+Goal = Literal["precision", "recall"]
+FEWEST = 20
+"""Right responses, and responses kept, that a threshold rests on at least: below, 95% could not be told from 85%."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Scores with labels, ``[N]`` each. ``groups``: which prompt; responses to one are not independent."""
+
+    scores: np.ndarray[Any, np.dtype[np.float64]]
+    right: np.ndarray[Any, np.dtype[np.bool_]]
+    groups: np.ndarray[Any, np.dtype[np.int64]]
+
+    def of(self, groups: Iterable[int]) -> Labelled:
+        keep = np.isin(self.groups, list(groups))
+        return Labelled(self.scores[keep], self.right[keep], self.groups[keep])
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of rows at a threshold. ``kept``: so many of all ``responses``. Intervals are of 95%, by bootstrap over prompts;
+    Wilson's where all that count went the same way."""
+
+    precision: Estimate
+    recall: Estimate
+    kept: int
+    responses: int
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """``threshold``: a response is kept if its score is above. ``chosen_on`` and ``check``: what it gives on the rows
+    that it was chosen on, and on others."""
+
+    threshold: float
+    goal: Goal
+    wanted: float
+    chosen_on: Measured
+    check: Measured
+
+    @property
+    def verdict(self) -> str:
+        """Whether what is wanted was met on the rows that the threshold was not chosen on."""
+        found: Estimate = getattr(self.check, self.goal)
+        if found.value >= self.wanted:
+            return "met"
+        return "met within the interval" if (found.high or found.value) >= self.wanted else "missed"
+
+
+def labelled_of(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) -> dict[str, Labelled]:
+    """By the language model that wrote the responses (:data:`EVERY` where rows do not say). Failed scores are left out.
+    Raises DataError: a row has no labels of right and wrong."""
+    found: dict[str, list[tuple[float, bool, int]]] = {}
+    prompts: dict[str, int] = {}
+    for row, several in zip(rows, scored, strict=True):
+        if not row.binary:
+            raise DataError(
+                f"{row.place}: a threshold needs labels of right (1) and wrong (0), as a pair has them, or a response "
+                "with its label"
+            )
+        group = prompts.setdefault(row.prompt_text or f"{len(prompts)} has none", len(prompts))
+        each = [(one.score, label == 1, group) for one, label in zip(several, row.labels, strict=True)]
+        found.setdefault(row.model, []).extend((s, right, group) for s, right, group in each if s is not None)
+    return {name: Labelled(*map(np.array, zip(*each, strict=True))) for name, each in found.items() if each}
+
+
+def halves(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
+    """Two parts that share no prompt."""
+    groups = np.random.default_rng(seed).permutation(np.unique(data.groups))
+    return data.of(groups[::2]), data.of(groups[1::2])
+
+
+def calibrate(data: Labelled, goal: Goal, wanted: float, check: Labelled | None = None, seed: int = 0) -> Calibration:
+    """The threshold that keeps most at the wanted precision, or is most precise at the wanted recall.
+
+    ``check``: rows to measure it on; None: half of the prompts of ``data``, which it is then not chosen on.
+    Raises DataError: no threshold reaches that, or there are too few labels; says what was reached.
+    """
+    chosen_on, check = (data, check) if check is not None else halves(data, seed)
+    threshold = _threshold(chosen_on, goal, wanted)
+    return Calibration(threshold, goal, wanted, measure(chosen_on, threshold, seed), measure(check, threshold, seed))
+
+
+def _threshold(data: Labelled, goal: Goal, wanted: float) -> float:
+    right, wrong = int(data.right.sum()), int((~data.right).sum())
+    if right < FEWEST or not wrong:
+        raise DataError(
+            f"{right} right and {wrong} wrong responses to choose a threshold on; at least {FEWEST} right and 1 wrong "
+            "are needed, and as many again to check it"
+        )
+    order = np.argsort(-data.scores, kind="stable")
+    scores, hits = data.scores[order], np.cumsum(data.right[order])
+    kept = np.arange(1, len(scores) + 1)
+    cut = np.append(scores[1:] < scores[:-1], True)  # equal scores stay together
+    precision, recall = hits / kept, hits / right
+    if goal == "recall":
+        place = int(np.flatnonzero(cut & (recall >= wanted))[0])
+    else:
+        allowed = np.flatnonzero(cut & (kept >= FEWEST))
+        reaching = allowed[precision[allowed] >= wanted]
+        if not len(reaching):
+            best = allowed[np.argmax(precision[allowed])]
+            raise DataError(
+                f"no threshold reaches a precision of {wanted:g} with {FEWEST} responses kept: the best is "
+                f"{precision[best]:.3f}, which keeps {kept[best]} of {len(scores)}; ask for less, or train a better "
+                "ranker (dapo reward-model --curve says whether more labels help)"
+            )
+        place = int(reaching[-1])
+    if place + 1 == len(scores):
+        return float(scores[-1]) - 1.0
+    return float((scores[place] + scores[place + 1]) / 2)  # between two scores, so that rounding decides nothing
+
+
+def measure(data: Labelled, threshold: float, seed: int = 0) -> Measured:
+    """Precision and recall of what is kept. Raises DataError: no label is of a right response."""
+    if not data.right.any():
+        raise DataError("no response of the rows to check the threshold on is right")
+    kept = data.scores > threshold
+    _, place = np.unique(data.groups, return_inverse=True)
+    sums = np.stack([np.bincount(place, x) for x in (kept & data.right, kept, data.right)])  # [3, prompts]
+    rng = np.random.default_rng(seed)
+    drawn = np.stack([sums[:, rng.integers(0, sums.shape[1], sums.shape[1])].sum(axis=1) for _ in range(RESAMPLES)])
+    hits, count, right = sums.sum(axis=1)
+    return Measured(
+        _ratio(hits, count, drawn[:, 0], drawn[:, 1]),
+        _ratio(hits, right, drawn[:, 0], drawn[:, 2]),
+        int(count),
+        len(kept),
+    )
+
+
+def _ratio(hits: float, of: float, drawn: Any, drawn_of: Any) -> Estimate:
+    if not of:
+        return Estimate(float("nan"))
+    if hits in (0, of):
+        return estimate_share(hits, of)
+    there = drawn_of > 0
+    low, high = np.quantile(drawn[there] / drawn_of[there], [0.025, 0.975])
+    return Estimate(hits / of, float(low), float(high))
+
+
+# --- on disk: one file, by the language model that writes ------------------------------------------------------------
+
+
+def write_calibrations(file: Path, ranker: str, found: Mapping[str, Calibration]) -> None:
+    """Those of other language models that the file holds for the same ranker stay. Raises ConfigError: it holds those
+    of another ranker."""
+    before: Mapping[str, Any] = {}
+    if file.is_file():
+        held = read_json(file)
+        if held.get("ranker") != ranker:
+            raise ConfigError(f"{file}: holds thresholds of the ranker {held.get('ranker')}; give another file")
+        before = held["models"]
+    told = {name: {**asdict(one), "verdict": one.verdict} for name, one in found.items()}
+    write_json(file, {"ranker": ranker, "models": {**before, **told}})
+
+
+def read_thresholds(file: Path) -> dict[str, float]:
+    """By language model. Raises ConfigError: the file is missing, or none that ``dapo filter`` wrote."""
+    try:
+        return {str(name): float(one["threshold"]) for name, one in read_json(file)["models"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{file}: holds no thresholds ({type(error).__name__}); dapo filter RANKER --labelled ROWS --precision P "
+            f"--calibration {file} makes them"
+        ) from None
+
+
+def threshold_of(thresholds: Mapping[str, float], model: str) -> float:
+    """Raises ConfigError: there is none for responses of this language model."""
+    found = thresholds.get(model, thresholds.get(EVERY))
+    if found is None:
+        known = ", ".join(thresholds)
+        who = "rows that do not say who wrote them (model)" if model == EVERY else f"responses of {model}"
+        raise ConfigError(f"there is no threshold for {who}, only for {known}; calibrate on labelled ones of it, too")
+    return found
+
+
+def passing(
+    rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], thresholds: Mapping[str, float]
+) -> list[list[Scored]]:
+    """What is kept of each row, in the order given; of none, none."""
+    found = []
+    for row, several in zip(rows, scored, strict=True):
+        threshold = threshold_of(thresholds, row.model)
+        found.append([one for one in several if one.score is not None and one.score > threshold])
+    return found

@@ -1,0 +1,91 @@
+"""Policies and reward models with weights of 8 or 4 bits, as Transformers and vLLM load them, and what that costs.
+
+On a CPU by torchao (8 bits), on a GPU by torchao or bitsandbytes; head and embedding keep their type.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo.errors import ConfigError, extra
+from dapo.inference.found_model import find_model
+from dapo.model.loading import load_tokenizer
+from dapo.ranking.score import is_reward_model
+from dapo.util.files import new_folder
+
+KINDS = ("int8", "int4", "nf4")
+"""torchao weight-only, of 8 and 4 bits, and bitsandbytes' NormalFloat of 4 bits; the last two on a GPU."""
+_KEPT = ["lm_head", "score"]
+
+
+def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Write the quantised model to ``out`` and compare it with the original on ``texts``: bytes of weights, seconds for
+    a text, and how far logits (of a reward model: scores) move; of a policy how often the likeliest token stays.
+    Raises UserError: the kind needs a GPU or a package, or the folder is taken."""
+    import transformers
+
+    if kind not in KINDS or (kind != "int8" and not torch.cuda.is_available()):
+        on = "on a GPU" if torch.cuda.is_available() else "on a CPU"
+        raise ConfigError(f"--kind {kind}: not {on}; what works here: {', '.join(KINDS if 'G' in on else KINDS[:1])}")
+    found = find_model(model)
+    ranks = is_reward_model(found.path)
+    loader = getattr(transformers, "AutoModelForSequenceClassification" if ranks else "AutoModelForCausalLM")
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    how: dict[str, Any] = {"dtype": dtype, "device_map": "cuda" if torch.cuda.is_available() else None}
+    tokenizer = load_tokenizer(found.path)
+    before, seconds, size = _run(loader.from_pretrained(found.path, **how), tokenizer, texts)
+    with extra("quantise", "dapo quantise"):
+        small = loader.from_pretrained(found.path, quantization_config=_config(kind), **how)
+    with new_folder(out) as folder:
+        small.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    after, seconds_after, size_after = _run(loader.from_pretrained(out, **how), tokenizer, texts)
+    moved = torch.cat([(a - b).abs().flatten() for a, b in zip(after, before, strict=True)])
+    told: dict[str, Any] = {
+        "kind": kind,
+        "mib": [size / 2**20, size_after / 2**20],
+        "seconds": [seconds, seconds_after],
+    }
+    told |= {"mean_change": float(moved.mean()), "spread": float(torch.cat([b.flatten() for b in before]).std())}
+    if not ranks:
+        same = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(after, before, strict=True)])
+        told["same_token"] = float(same.float().mean())
+    return told
+
+
+def _config(kind: str) -> Any:
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if kind == "nf4":
+        compute = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+        return BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=_KEPT, **compute)
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+
+    weights = Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=128)
+    return TorchAoConfig(quant_type=weights, modules_to_not_convert=_KEPT)
+
+
+@torch.inference_mode()
+def _run(model: Any, tokenizer: Any, texts: Sequence[str]) -> tuple[list[torch.Tensor], float, int]:
+    """Logits of each text, seconds for one (the median), and bytes of the weights."""
+    model.eval()
+    found, seconds = [], []
+    for text in [texts[0], *texts]:  # the first one warms up
+        batch = tokenizer(text, return_tensors="pt").to(model.device)
+        start = time.perf_counter()
+        logits = model(**batch).logits.float().cpu()
+        seconds.append(time.perf_counter() - start)
+        found.append(logits)
+    size = sum(_bytes(weights) for weights in {id(p): p for p in model.parameters()}.values())
+    return found[1:], sorted(seconds[1:])[len(texts) // 2], size
+
+
+def _bytes(weights: torch.Tensor) -> int:
+    parts = getattr(weights, "tensor_data_names", None)  # torchao's tensors hold others
+    each = [getattr(weights, name) for name in parts] if parts else [weights]
+    return sum(part.numel() * part.element_size() for part in each)

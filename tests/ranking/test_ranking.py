@@ -1,0 +1,166 @@
+"""Ranking: one door to reward models, implicit rewards and rules; batch, order and padding change nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dapo
+from dapo.data.rows import BadRow, PythonRows
+from dapo.errors import ConfigError, DataError, RewardError
+from dapo.ranking.best_of import agreement, best_of, best_of_n, least_sure
+from dapo.ranking.rows import Candidates, candidates, read_candidates
+from dapo.ranking.score import Scored, load_ranker, require_scores
+from dapo.ranking.table import score_rows, summary
+from ranking_cases import trained
+from stage_cases import ROWS
+
+TEXTS = ["#3", "#4;1+2=3;#4", "", "#3", "12;#9"]
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained("reward_model", tmp_path_factory.mktemp("rm") / "run")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained("dpo", tmp_path_factory.mktemp("dpo") / "run")
+
+
+def scored(*scores: float | None) -> list[Scored]:
+    return [Scored(k, f"text {k}", score) for k, score in enumerate(scores)]
+
+
+@pytest.mark.parametrize("kind", ["reward_model", "policy"])
+def test_batch_order_and_padding_change_nothing(kind: str, request: pytest.FixtureRequest) -> None:
+    folder = str(request.getfixturevalue(kind))
+    found = dapo.rank(folder, "1+2=", TEXTS)
+    assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
+    by_place = {one.index: one.score for one in found}
+    assert by_place[0] == by_place[3]
+    alone = {k: dapo.rank(folder, "1+2=", [text])[0].score for k, text in enumerate(TEXTS)}
+    again = {len(TEXTS) - 1 - one.index: one.score for one in dapo.rank(folder, "1+2=", TEXTS[::-1])}
+    among = score_rows(load_ranker(folder), [Candidates("1+2=", (*TEXTS, "#5" * 12)), Candidates("7+7=", ("#4",))])[0]
+    for k, score in by_place.items():
+        assert score == pytest.approx(alone[k], abs=1e-5) == pytest.approx(again[k], abs=1e-5)
+        assert among[k].score == pytest.approx(score, abs=1e-5)
+
+
+def test_the_implicit_reward_is_that_of_the_stage(policy: Path) -> None:
+    """Its summary's accuracy on the rows it held out, and the formula with Transformers' own log-probabilities."""
+    rows = read_candidates(PythonRows(ROWS["dpo"][:10], "rows"))
+    found = score_rows(load_ranker(policy), rows)
+    accuracy = json.loads((policy / "summary.json").read_text())["accuracy_after"]
+    assert summary(rows, found)["agreement"]["accuracy"].value == pytest.approx(accuracy)
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def logprob(path: Path) -> float:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        prompt, response = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("1+2=", "#3"))
+        ids = torch.tensor([[*prompt, *response, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logprobs = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+        return float(logprobs[len(prompt) - 1 :].sum())
+
+    expected = 0.1 * (logprob(policy / "model-after") - logprob(policy.parent / "base"))
+    assert dapo.rank(policy, "1+2=", ["#3"])[0].score == pytest.approx(expected, abs=1e-5)
+    by_hand = dapo.rank(policy / "model-after", "1+2=", ["#3"], reference=str(policy.parent / "base"))
+    assert by_hand[0].score == pytest.approx(expected, abs=1e-5)
+    doubled = dapo.rank(policy, "1+2=", ["#3"], settings={"dpo.beta": 0.2})
+    assert doubled[0].score == pytest.approx(2 * expected, abs=1e-5)
+
+
+def test_a_language_model_alone_ranks_nothing(policy: Path) -> None:
+    with pytest.raises(ConfigError, match=r"its probabilities alone rank nothing.*--reference"):
+        load_ranker(policy.parent / "base")
+
+
+def test_rules_and_functions_rank_and_a_failed_score_is_last() -> None:
+    assert dapo.rank("math", "1+2=", ["\\boxed{4}", "\\boxed{3}"], answer="3")[0].text == "\\boxed{3}"
+
+    def longest(response: str) -> float:
+        return float(len(response)) / (response != "broken")
+
+    found = dapo.rank(longest, "", ["a", "broken", "abc"])
+    assert [one.text for one in found] == ["abc", "a", "broken"]
+    assert found[-1].score is None and "division by zero" in str(found[-1].error)
+    assert dapo.filter(longest, "", ["abc", "broken", "a"], threshold=1) == [Scored(0, "abc", 3.0)]
+    rows = [Candidates("", ("broken", "a"), place="f:1")]
+    with pytest.raises(RewardError, match="1 of 2 scores failed, such as f:1"):
+        require_scores(rows, score_rows(load_ranker(longest), rows))
+
+
+def test_an_empty_result_stays_empty() -> None:
+    assert dapo.rank(len, "", []) == []
+    assert dapo.filter(lambda response: 0.0, "1+2=", ["a", "b"], threshold=0.5) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "texts", "labels"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, ("a", "b"), (1.0, 0.0)),
+        ({"prompt": "p", "correct_code": "a", "incorrect_code": "b"}, ("a", "b"), (1.0, 0.0)),
+        ({"prompt": "p", "candidates": ["a", "b"], "labels": [False, 1]}, ("a", "b"), (0.0, 1.0)),
+        ({"prompt": "p", "candidates": []}, (), ()),
+        ({"prompt": "p", "responses": ["a", "b", "c"]}, ("a", "b", "c"), (0.0, -1.0, -2.0)),
+        ({"response": "a", "label": True, "model": "m"}, ("a",), (1.0,)),
+    ],
+)
+def test_forms_of_rows(row: dict, texts: tuple, labels: tuple) -> None:
+    found = candidates(row)
+    assert (found.texts, found.labels) == (texts, labels)
+    assert found.model == row.get("model", "*")
+
+
+def test_what_holds_nothing_to_rank_is_named() -> None:
+    with pytest.raises(BadRow, match="what would work: candidates"):
+        candidates({"prompt": "p", "answer": "3"})
+    with pytest.raises(DataError, match=r"rows\[1\]: 1 labels for 2 responses"):
+        read_candidates(PythonRows([{"response": "a"}, {"candidates": ["a", "b"], "labels": [1]}], "rows"))
+
+
+# --- best-of-n ----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=6), st.data())
+@settings(deadline=None, max_examples=60)
+def test_best_of_n_is_the_mean_over_all_subsets(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, len(pairs)))
+    worth = []
+    for subset in combinations(pairs, n):
+        top = [value for score, value in subset if score == max(s for s, _ in subset)]
+        worth.append(np.mean(top))
+    scores, values = zip(*pairs, strict=True)
+    assert best_of(scores, values, n) == pytest.approx(np.mean(worth))
+
+
+def test_best_of_n_leaves_failed_scores_out_and_more_samples_are_worth_more() -> None:
+    rng = random.Random(0)
+    several = [scored(*(rng.random() for _ in range(8))) for _ in range(50)]
+    values = [[one.score or 0.0 for one in row] for row in several]
+    found = best_of_n(several, values, [1, 2, 4, 8, 16])
+    assert list(found) == [1, 2, 4, 8]
+    assert found[1].value < found[2].value < found[4].value < found[8].value
+    assert best_of_n([scored(None, 1.0, 2.0)], [[9, 0, 1]], [1, 2, 3])[2].value == 1
+    with pytest.raises(DataError, match="no sample with a score"):
+        best_of_n([scored(None)], [[1]], [1])
+
+
+def test_agreement_and_the_pairs_to_ask_about() -> None:
+    rows = [Candidates(f"p{k}", ("a", "b"), (1.0, 0.0)) for k in range(4)]
+    found = [scored(2, 1), scored(0, 0), scored(1, 5), scored(3, 0.5)]
+    told = agreement(rows, found)
+    assert told["accuracy"].value == (1 + 0.5 + 0 + 1) / 4
+    assert agreement([Candidates("p", ("a",), (1.0,))], [scored(1)]) == {}
+    asked = least_sure(rows, found, 2)
+    assert [one["prompt"] for one in asked] == ["p1", "p0"] and asked[1]["candidates"] == ["text 0", "text 1"]
