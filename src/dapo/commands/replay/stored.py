@@ -227,11 +227,6 @@ def _sample(line: Mapping[str, Any], token_ids: Any, logprobs: Any, versions: An
         finish_reason=line["finish_reason"],
         text=line["response"],
         reward=stored_reward(line),
-        shaped_reward=_float(line["shaped_reward"]),
-        advantage=_float(line["advantage"]),
+        **{name: math.nan if line[name] is None else float(line[name]) for name in ("shaped_reward", "advantage")},
         in_loss=line["in_loss"],
     )
-
-
-def _float(value: float | None) -> float:
-    return math.nan if value is None else float(value)
