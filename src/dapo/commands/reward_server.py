@@ -1,5 +1,7 @@
 """``dapo reward-server``."""
 
+from __future__ import annotations
+
 import asyncio
 from typing import Annotated
 

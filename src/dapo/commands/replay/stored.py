@@ -2,6 +2,8 @@
 
 Runs of versions that stored no tokens have texts and numbers per sample only: ``tokens`` says what is missing then."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
