@@ -1,5 +1,7 @@
 """Errors that are the user's to mend. The command line prints their message alone, without a traceback."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,6 +1,8 @@
 """Checks of the reference answers: what they hold, whether a response has room for them, and whether a prompt gives
 them away."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar

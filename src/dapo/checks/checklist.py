@@ -3,6 +3,8 @@
 Consumes a recipe. Produces findings, one by one. Waits for each check no longer than its deadline; one that takes
 longer is left behind in its thread (a daemon) and told of."""
 
+from __future__ import annotations
+
 import asyncio
 import threading
 import time
@@ -145,7 +147,7 @@ def run_check(context: CheckContext, entry: Entry) -> tuple[list[Finding], str |
     return found, missing[0] if missing else None
 
 
-async def brief(config: "Config", *, model: Any, scorer: "Scorer | None", **loaded: Any) -> list[Finding]:
+async def brief(config: Config, *, model: Any, scorer: Scorer | None, **loaded: Any) -> list[Finding]:
     """The checks at the start of a training, which has loaded everything already: what takes no second, and nothing
     that loading has said already. Raises nothing: what it finds is for the user to judge.
 

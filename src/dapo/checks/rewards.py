@@ -4,6 +4,8 @@ The reference answer, written as the reward wants it, has to be right; another r
 Where the form is not known (a function, a judge, a server) several are tried, and the one that is right most often is
 taken."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import re

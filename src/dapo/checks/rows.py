@@ -1,5 +1,7 @@
 """Checks of the data: what is in the files, what they share, and how a row reaches the model."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -6,6 +6,8 @@ demo's: 6.9 nats, a guess 2.9), and one that thinks first also bare answers (4.8
 their ids are shuffled: who knows the ids reads them far better than any others in their place. What is left may
 still be a text of which the model knows nothing, so that this only warns."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections import Counter

@@ -1,5 +1,7 @@
 """Checks of the recipe alone: what it says, and the folder that it writes to."""
 
+from __future__ import annotations
+
 import shutil
 import tempfile
 from collections.abc import Iterator

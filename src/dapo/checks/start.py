@@ -1,5 +1,7 @@
 """What a run checks at its start: the reward on trial before the model is loaded, lengths, vocabulary, stop tokens."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,6 +4,8 @@ Help, version and every error in a recipe come before torch is imported, so they
 printed as a message, without a traceback; their kind is in the exit code.
 """
 
+from __future__ import annotations
+
 import sys
 from typing import Annotated
 

@@ -90,7 +90,7 @@ def _document(values: Mapping[str, Any], reference: Mapping[str, Key], docs: boo
     for name, value in values.items():
         full = prefix + name
         if full in reference:
-            yield from _entry(value, reference[full], docs, indent)
+            yield from _entry(full, value, reference[full], docs, indent)
             continue
         if docs and not prefix:
             yield ""
@@ -102,7 +102,7 @@ def _document(values: Mapping[str, Any], reference: Mapping[str, Key], docs: boo
         yield from _document(value, reference, docs, f"{full}.")
 
 
-def _entry(value: Any, key: Key, docs: bool, indent: str) -> Iterator[str]:
+def _entry(name: str, value: Any, key: Key, docs: bool, indent: str) -> Iterator[str]:
     if docs:
         facts = f"({key.type}; {'required' if key.required else f'default {_yaml(key.default)}'})"
         for line in textwrap.wrap(f"{key.text} {facts}", _WIDTH - len(indent), break_long_words=False):

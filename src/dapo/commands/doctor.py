@@ -1,5 +1,7 @@
 """``dapo doctor``: what is wrong with a recipe and all that it names, before a training begins."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,5 +84,5 @@ def doctor(
             raise typer.Exit(code)
 
 
-def _is_shown(finding: "Finding", quiet: bool) -> bool:
+def _is_shown(finding: Finding, quiet: bool) -> bool:
     return not quiet or finding.status in ("warn", "fail")

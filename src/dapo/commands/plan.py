@@ -1,5 +1,7 @@
 """``dapo plan``: what a recipe would take on given GPUs, before any of them is paid for."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,7 +80,7 @@ def plan(
             raise typer.Exit(1)
 
 
-def planned(config: Any, cluster: str, assumed: "Assumed", price: float | None = None) -> dict[str, Any]:
+def planned(config: Any, cluster: str, assumed: Assumed, price: float | None = None) -> dict[str, Any]:
     """All numbers, sizes in GiB. Raises ConfigError: no such cluster; ModelError: no such model."""
     from dapo.config.stages import StageConfig
     from dapo.plan.estimate import Estimate, estimate_for

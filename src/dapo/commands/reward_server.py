@@ -1,5 +1,7 @@
 """``dapo reward-server``."""
 
+from __future__ import annotations
+
 import asyncio
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,5 +1,7 @@
 """The ``reward`` section as a whole: rewards that are put together from others, and all kinds by name."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -69,7 +71,7 @@ class ComposeReward(RewardBase):
         return {name: part.reward for name, part in self.parts.items() if part.reward is not None}
 
     @model_validator(mode="after")
-    def _parts_fit_together(self) -> "ComposeReward":
+    def _parts_fit_together(self) -> ComposeReward:
         problems = [*_broken_names(self), *_broken_links(self), *_without_effect(self)]
         if problems:
             raise Problems(*problems)

@@ -1,5 +1,7 @@
 """Messages: what is wrong with a recipe, where, and which key was probably meant."""
 
+from __future__ import annotations
+
 import difflib
 import json
 import re

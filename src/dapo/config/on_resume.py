@@ -1,5 +1,7 @@
 """Which keys may change when a run goes on, and from when."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 

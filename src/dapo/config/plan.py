@@ -2,6 +2,8 @@
 
 Shown at the start of a run and by ``--dry-run``, because sizes multiply and the reader should not have to."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Reading: from a recipe in YAML with overrides, or from a mapping, to a checked tree."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence

@@ -1,6 +1,8 @@
 """What there is to know of each key: type, default, choices and meaning. The configuration page, ``dapo config`` and
 shell completion all read it from here."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The template of a request for a response, to a server that does not speak OpenAI's API."""
 
+from __future__ import annotations
+
 import json
 import re
 from typing import Annotated, Any

@@ -1,5 +1,7 @@
 """The kinds of reward that are not put together from others: one class for each."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterator
@@ -131,7 +133,7 @@ class ModelReward(RewardBase):
     """Longest time for one batch; then its scores have failed."""
 
     @model_validator(mode="after")
-    def _longest_text_fits(self) -> "ModelReward":
+    def _longest_text_fits(self) -> ModelReward:
         if self.max_length > self.tokens_per_batch:
             raise Problems(
                 f"tokens_per_batch: {self.tokens_per_batch} cannot hold one text of max_length={self.max_length}; "
@@ -180,7 +182,7 @@ class JudgeReward(RewardBase):
         return value
 
     @model_validator(mode="after")
-    def _grades_are_on_the_scale(self) -> "JudgeReward":
+    def _grades_are_on_the_scale(self) -> JudgeReward:
         low, high = self.scale
         if low >= high:
             raise Problems(f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]")
@@ -248,7 +250,7 @@ class HttpReward(RemoteReward):
         return value
 
     @model_validator(mode="after")
-    def _holds_a_batch(self) -> "HttpReward":
+    def _holds_a_batch(self) -> HttpReward:
         if self.responses_per_call > 1 and not all(in_list for _, in_list in fields_of(self.request)):
             raise Problems(
                 "request: fields outside of a list make it a request for one response; set responses_per_call=1 or "

@@ -1,5 +1,7 @@
 """Secrets are never written: what is under a key that looks like one's, or looks like one itself, is blanked."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """What every section of the tree is: immutable, closed to unknown keys, and read as the YAML was meant."""
 
+from __future__ import annotations
+
 import math
 import os
 import types

@@ -1,5 +1,7 @@
 """The sections of the tree, each key with its type, its default and what it means."""
 
+from __future__ import annotations
+
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator

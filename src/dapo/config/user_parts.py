@@ -1,5 +1,7 @@
 """What a recipe names of the user's own, beside rewards: ``file.py:name`` or ``package.module:name``."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from dapo.config.tree import Config

@@ -5,6 +5,8 @@ Transformers' own works in training mode only, which models here are never in (d
 attention's context: the backward pass of a GPU runs in a thread of autograd's, where nobody has set one.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -7,6 +7,8 @@ step over the cache) and where keys and values are kept. So one module definitio
 travels through the model's keyword arguments, whose names change between releases.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

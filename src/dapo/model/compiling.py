@@ -4,6 +4,8 @@ Compiling the whole model would unroll it and take a minute or more; a layer tak
 every layer, every number of tokens and, through the cache on disk, for the next process.
 """
 
+from __future__ import annotations
+
 import os
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A model in a few numbers, by which a resumed run can tell whether it is still the same."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from typing import Any

@@ -6,6 +6,8 @@ the row once, attend to a gathered copy of the prompt's keys and values, which a
 for a model of half a billion parameters). The gradients of the copies are added up in float32.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Sequence
 

@@ -4,6 +4,8 @@ Engine and trainer call the same two halves, so that their log-probabilities agr
 (``model/head.py``), whatever type the backbone computes in; its one matrix product takes inputs of that type.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +42,7 @@ class Head:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def in_float32(self) -> "Head":
+    def in_float32(self) -> Head:
         """The same numbers, held in float32: for a head that is used often between two changes of the weights."""
         return replace(self, weight=self.weight.float(), bias=None if self.bias is None else self.bias.float())
 

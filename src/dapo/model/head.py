@@ -12,6 +12,8 @@ cost 0.01 in log-probability): the engine samples from exactly the distribution 
 are, and as the engine's weights are anyway; it is summed in float32. Rounding them here as well brings the two closer.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -5,6 +5,8 @@ Written out in PyTorch each would read and write the ``[r, V]`` numbers several 
 takes longer than the products around them. Arithmetic as in :mod:`dapo.model.head`, float32 throughout.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

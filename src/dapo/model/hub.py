@@ -1,5 +1,7 @@
 """Whether the hub can be asked at all. Without a network its client tries for 23 seconds, for each file anew."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -3,6 +3,8 @@
 As one operation with a gradient where there are kernels for it or code is compiled, and as plain PyTorch for the rest.
 """
 
+from __future__ import annotations
+
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -90,7 +92,7 @@ class PackedAttention:
         return FlashLayout(self._lengths, self._shared, self._place, self._device)
 
     @cached_property
-    def _padded(self) -> "_Padding":
+    def _padded(self) -> _Padding:
         place = torch.arange(sum(self._lengths), device=self._device) if self._place is None else self._place
         return _Padding(self._lengths, self._shared, place)
 

@@ -1,5 +1,7 @@
 """Where a model computes: its device, its threads, and bits that repeat."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """A tokenizer that does what its own tokenizer.json says, whatever class Transformers makes of it, and is saved so."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from pathlib import Path

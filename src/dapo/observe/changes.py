@@ -1,6 +1,8 @@
 """Settings that were changed when a run went on, as ``fingerprint.json`` lists them: old and new value, and the first
 rollout step with the new one."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -13,6 +13,8 @@ Each holds ``model/`` (Hugging Face layout), ``optimizer/``, the state of everyt
 last, ``manifest.json``: names, sizes and SHA-256 of the other files.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import re
@@ -62,7 +64,7 @@ class CheckpointId:
         return self.steps + (not self.between_steps)
 
     @classmethod
-    def parse(cls, name: str) -> "CheckpointId | None":
+    def parse(cls, name: str) -> CheckpointId | None:
         """From the name of a folder; None: it is no checkpoint's."""
         found = _NAME.fullmatch(name)
         if found is None:

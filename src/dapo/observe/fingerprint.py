@@ -1,5 +1,7 @@
 """What a run started from, in a few numbers, so that a resumed run can tell whether it is still the same."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import inspect

@@ -5,6 +5,8 @@ Consumes: a line on standard input for each step that was written. Produces: ``s
 output if that fails. Waits for: the next line. It ends when its standard input does, so it never outlives the training.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import select

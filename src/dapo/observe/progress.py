@@ -6,6 +6,8 @@ line per event elsewhere, or nothing. Waits for nothing and never raises because
 The loss is not shown: with normalised advantages it lies near 0 whatever happens, which alarms people for no reason.
 """
 
+from __future__ import annotations
+
 import math
 import re
 import time

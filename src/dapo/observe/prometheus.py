@@ -5,6 +5,8 @@ Produces: gauges named ``dapo_`` and the metric's name with ``_`` for all that i
 can read them: the server listens on the loopback, and answers to the names of the loopback alone.
 """
 
+from __future__ import annotations
+
 import re
 import socket
 import threading

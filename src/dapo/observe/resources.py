@@ -9,6 +9,8 @@ network; ``reward`` is the workers of the reward, and what they start; ``other``
 of ``--ui`` and what trackers start. A run on Ray has those of each node (``orchestrator/runtime/ray/nodes.py``).
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
 import socket
@@ -31,7 +33,7 @@ _WORKER = "dapo.reward.worker"  # stands in the command line of a worker, see ``
 
 def make_recorder(
     file: Path, every_s: float, looker: Callable[[], list[Look]] | None = None
-) -> "ResourceRecorder | None":
+) -> ResourceRecorder | None:
     """A recorder that has begun; None: not asked for (``every_s`` 0), or psutil is not installed."""
     return ResourceRecorder(file, every_s, looker) if every_s and importlib.util.find_spec("psutil") else None
 

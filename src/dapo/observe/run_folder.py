@@ -24,6 +24,8 @@
 Secrets are never written: values under keys such as `api_key` or `token`, and passwords in addresses, are blanked.
 """
 
+from __future__ import annotations
+
 import fcntl
 import importlib.metadata
 import os
@@ -58,7 +60,7 @@ class _Inside:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, folder: "RunFolder", owner: type | None = None) -> Path:
+    def __get__(self, folder: RunFolder, owner: type | None = None) -> Path:
         return folder.root / self._name
 
 
@@ -83,7 +85,7 @@ class RunFolder:
     @classmethod
     def create(
         cls, config: Config, command: Sequence[str] | None = None, tell: Callable[[str], None] | None = None
-    ) -> "RunFolder":
+    ) -> RunFolder:
         """Make the folder of a new run and record how it was started. Nothing that exists is overwritten.
 
         Args:

@@ -3,6 +3,8 @@
 What is missing, or half written, because the run is young or was killed is None or empty.
 """
 
+from __future__ import annotations
+
 import fcntl
 import time
 from collections.abc import Callable, Mapping
@@ -57,7 +59,7 @@ class RunView:
     changes: list[Change] = field(default_factory=list)
 
     @classmethod
-    def read(cls, root: Path, brief: bool = False) -> "RunView":
+    def read(cls, root: Path, brief: bool = False) -> RunView:
         """Read a run folder. ``brief``: of the metrics only the first line, the last one and those of evaluations.
         Raises UserError: it is none, or a line of its metrics or changes is spoilt."""
         if not is_run(root):
@@ -115,14 +117,14 @@ class RunView:
         found = {sign: [e["step"] for e in self.metrics if e.get(f"monitor/alarms/{sign}")] for sign in HACKING}
         return {sign: steps for sign, steps in found.items() if steps}
 
-    def changes_of_reward(self, config: "Config") -> list[str]:
+    def changes_of_reward(self, config: Config) -> list[str]:
         """What is not the same in the recipe's reward as when the run was started, such as the content of a file."""
         from dapo.observe.fingerprint import fingerprint_reward  # loads torch
 
         then = _section(self.fingerprint, "reward")
         return [str(found) for found in differences(then, fingerprint_reward(config))] if then else []
 
-    def changes_of_algorithm(self, config: "Config") -> list[str]:
+    def changes_of_algorithm(self, config: Config) -> list[str]:
         """As :meth:`changes_of_reward`, of the objective and advantage that the recipe names in files of the user's."""
         from dapo.observe.fingerprint import fingerprint_methods
 

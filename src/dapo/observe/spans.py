@@ -1,5 +1,7 @@
 """When each role of a rollout step was at work: ``spans.jsonl``, a line with ``step`` and ``spans`` for each step."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from pathlib import Path

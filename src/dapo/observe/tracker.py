@@ -1,6 +1,8 @@
 """A tracker keeps the metrics of a run somewhere beside metrics.jsonl. Each works in a thread of its own: training
 neither waits for one nor ends with one, and hears once that it failed."""
 
+from __future__ import annotations
+
 import contextlib
 import numbers
 import queue

@@ -4,6 +4,8 @@ Consumes: the recipe without its secrets, metrics, the summary. Produces: event 
 ``key``, which goes on if there is one. Nothing leaves the machine unless the service's environment variables say so.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import time

@@ -4,6 +4,8 @@ Consumes: what goes into metrics.jsonl, step by step, under the same registered 
 the summary. No number is kept by a tracker alone.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
 import secrets

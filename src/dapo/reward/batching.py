@@ -1,6 +1,8 @@
 """Single items worked on in batches. No item waits for a batch to fill: a lone item goes at once, and batches grow when
 items come faster than they are done."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

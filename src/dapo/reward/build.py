@@ -3,6 +3,8 @@
 What needs an extra or a heavy library is imported only when a recipe asks for it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, assert_never
 

@@ -11,6 +11,8 @@ length) and ``prompt_end`` (such as "<think>", if the template opens it) are opt
 reach the reward as those of a row of data do; ``name``, ``note``, ``source`` and ``after`` are for people.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import os

@@ -1,6 +1,8 @@
 """Several rewards combined into one: a weighted sum with gates, or ordered tiers. The parts are scored together; one
 with ``only_if`` waits for the part that it names."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence

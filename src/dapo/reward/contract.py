@@ -1,5 +1,7 @@
 """The interface of all rewards: text in, a :class:`~dapo.records.Reward` out."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

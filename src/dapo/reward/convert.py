@@ -1,5 +1,7 @@
 """From what a reward function returned to a :class:`~dapo.records.Reward`; rewards as JSON."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Reward by equality of text, computed in place."""
 
+from __future__ import annotations
+
 from dapo.config import ExactReward
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Scorer, reference

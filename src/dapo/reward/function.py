@@ -1,6 +1,8 @@
 """The user's own reward function: loaded from ``package.module:name`` or ``path/file.py:name``, and called with the
 keyword arguments it takes, in worker processes (named in YAML) or in the parent (passed from Python)."""
 
+from __future__ import annotations
+
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,8 @@
 """Scorers around the user's own function: in worker processes if a recipe names it, in this process if it was passed
 from Python."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import functools

@@ -7,6 +7,8 @@ that is never trained on. Three alarms, each over several steps:
   no check, and so does not say that this is hacking.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections import deque

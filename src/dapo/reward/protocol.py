@@ -6,6 +6,8 @@ accepted, with one :class:`Result` a line, each as soon as it is there. ``POST /
 :class:`ErrorReply`, which is also the last line of a stream that cannot be finished.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -84,7 +86,7 @@ class Result(_Message):
     """Why there is no verdict."""
 
     @classmethod
-    def of(cls, index: int, item: Item, reward: Reward) -> "Result":
+    def of(cls, index: int, item: Item, reward: Reward) -> Result:
         """Raises ValueError: the reward is none that JSON can hold."""
         try:
             return cls(index=index, id=item.id, **_writable(reward_to_json(reward)))
@@ -112,7 +114,7 @@ class DoubtfulRow(_Message):
     """No response to this row can be scored."""
 
     @classmethod
-    def of(cls, doubt: Doubt) -> "DoubtfulRow":
+    def of(cls, doubt: Doubt) -> DoubtfulRow:
         return cls(position=doubt.position, text=_writable(doubt.text), unusable=doubt.unusable)
 
 
@@ -128,7 +130,7 @@ class ErrorReply(_Message):
     """Whether the same request may well be answered later. If not, it is the client or the reward that must change."""
 
     @classmethod
-    def of(cls, text: str, retry: bool) -> "ErrorReply":
+    def of(cls, text: str, retry: bool) -> ErrorReply:
         return cls(error=_writable(text), retry=retry)
 
 

@@ -4,6 +4,8 @@
 attached to it.
 """
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass

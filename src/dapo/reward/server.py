@@ -5,6 +5,8 @@ finish. Waits for the scorer only; what is more than can wait is turned away wit
 answered with 503, running ones are finished within a bounded time. A second one ends the process and its workers.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -77,7 +79,7 @@ class Service(Progress):
         waiting = Gauge("dapo_reward_waiting", "Items that wait or are scored, rows examined", registry=registry)
         waiting.set_function(lambda: self.waiting)
 
-    def scores(self, items: Sequence[Item]) -> "_Scores":
+    def scores(self, items: Sequence[Item]) -> _Scores:
         """Begin to score. Raises HTTPException: 429, too much waits already."""
         self._check_room(len(items))
         return _Scores(self, items)

@@ -5,6 +5,8 @@ The tags are those in use: ``<think>``, ``<thinking>``, ``<thought>``, ``<reason
 parts of a response name their channel (``<|channel|>analysis<|message|>``), all but ``final`` is thinking.
 """
 
+from __future__ import annotations
+
 import re
 
 _NAME = "(?:think(?:ing)?|thoughts?|reasoning)"

@@ -6,6 +6,8 @@ big-endian 4-byte length and that many bytes of JSON. The first one is the set-u
 contract, which stops the run.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import importlib

@@ -5,6 +5,8 @@ socket that nobody else has; new weights go through memory that both see. When t
 hears why; when the one that started it ends, so does it.
 """
 
+from __future__ import annotations
+
 import asyncio
 import gc
 import itertools
@@ -156,7 +158,7 @@ class EngineProcess:
 
 
 def _asks(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    async def ask(self: "ProcessEngine", *args: Any) -> Any:
+    async def ask(self: ProcessEngine, *args: Any) -> Any:
         [(found, self.version)] = [answer async for answer in self._process.asked(self._name, method, *args)]
         return found
 
@@ -257,7 +259,7 @@ def _end_with(line: int) -> None:
     os._exit(0)
 
 
-async def _serve(engines: "Mapping[str, NativeEngine]", line: socket.socket, memory: int) -> None:
+async def _serve(engines: Mapping[str, NativeEngine], line: socket.socket, memory: int) -> None:
     reader, writer = await asyncio.open_connection(sock=line)
     loop, tasks, events = asyncio.get_running_loop(), dict[int, asyncio.Task[None]](), list[tuple[int | None, Any]]()
 

@@ -1,5 +1,7 @@
 """One seed per sample, so that a response does not depend on its neighbours in the batch."""
 
+from __future__ import annotations
+
 import hashlib
 import struct
 

@@ -1,5 +1,7 @@
 """Work beside and on the event loop: threads, tasks that work for each other, a queue with an end, bounded waits."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import contextvars

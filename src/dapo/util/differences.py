@@ -1,5 +1,7 @@
 """What is not the same in two mappings."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

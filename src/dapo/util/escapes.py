@@ -3,6 +3,8 @@ r"""LaTeX whose backslashes were eaten: in JSON, YAML or Python a text such as "
 Pure functions on text: consumes values of rows and of the config, produces words for people.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 

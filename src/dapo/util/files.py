@@ -1,5 +1,7 @@
 """Writing files so that a reader, or a run that resumes, finds the old file or the whole new one, never half of it."""
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import hashlib

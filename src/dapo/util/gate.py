@@ -3,6 +3,8 @@
 Consumes an ASGI application. The page and the servers of rewards and policies stand behind this.
 """
 
+from __future__ import annotations
+
 import asyncio
 import hmac
 from collections.abc import Callable, Coroutine, Sequence
@@ -187,7 +189,7 @@ def metrics_response(registry: Any) -> Response:
 
 
 def add_reports(
-    app: "FastAPI", progress: Progress, registry: Any, lacking: Callable[[], str | None] = lambda: None
+    app: FastAPI, progress: Progress, registry: Any, lacking: Callable[[], str | None] = lambda: None
 ) -> None:
     """Routes that say how a server is. ``lacking``: why it cannot work although it is ready."""
 

@@ -1,5 +1,7 @@
 """The memory of this process: its peak, what it may still take, and what the allocator keeps or gives back."""
 
+from __future__ import annotations
+
 import ctypes
 import resource
 import sys

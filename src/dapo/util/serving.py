@@ -6,6 +6,8 @@ that nobody reads end after a while, and when there are too many connections, th
 make room. Who may ask is in ``gate.py``; :func:`run_service` ends a server without losing the requests it has begun.
 """
 
+from __future__ import annotations
+
 import asyncio
 import errno
 import fcntl

@@ -1,5 +1,7 @@
 """Stopping in order when a signal asks for it, within the time that is left."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import math
@@ -90,7 +92,7 @@ class Shutdown:
         self._timers: list[threading.Timer] = []
         self._code = 1
 
-    def __enter__(self) -> "Shutdown":
+    def __enter__(self) -> Shutdown:
         if threading.current_thread() is threading.main_thread():  # others may not have handlers
             for number in stop_signals():
                 self._handlers[number] = signal.signal(number, self._hear)

@@ -1,5 +1,7 @@
 """Where time goes, and when."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 import time

@@ -1,5 +1,7 @@
 """Standard output as it really is: its reader may go away (``| head``), its disk be full; it may know ASCII alone."""
 
+from __future__ import annotations
+
 import contextlib
 import io
 import os

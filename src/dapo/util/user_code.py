@@ -1,5 +1,7 @@
 """What a user names in a recipe: ``package.module:name`` or ``path/file.py:name``."""
 
+from __future__ import annotations
+
 import difflib
 import importlib
 import importlib.util

@@ -1,5 +1,7 @@
 """``dapo demo``."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import closing
 from typing import Annotated, Any

@@ -1,5 +1,7 @@
 """The demos from start to end: a world, a warm-up, reinforcement learning, and what changed; and word problems."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence

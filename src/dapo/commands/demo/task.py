@@ -4,6 +4,8 @@
 out step by step and then answers, ``7*3=1;1+4=5;5-5=0;#0``, or jumps to an answer, ``#0``. What follows the last ``#``
 is the answer."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

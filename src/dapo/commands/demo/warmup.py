@@ -3,6 +3,8 @@
 After it the model *can* work in steps but mostly jumps to an answer: reinforcement learning never teaches to copy an
 operand, but finds out that writing the steps pays. So the first phase goes on until the steps themselves are right."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,6 +5,8 @@ ones: these cannot be answered by remembering a sum. ``score``, the reward, keep
 is right if it states the right number after "Answer:"; its parts say whether there was such an answer, and whether the
 last number of the response, wherever it stands, is the right one."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 

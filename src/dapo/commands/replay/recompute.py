@@ -1,5 +1,7 @@
 """Dynamic sampling, shaping and advantages of a stored step against what the functions of training make of it."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,6 +3,8 @@
 Consumes a run folder, of which nothing is changed. Produces a :class:`Replay`. Every part stands by itself: where one
 cannot be made again, the result says why, and the others are there all the same."""
 
+from __future__ import annotations
+
 import asyncio
 import statistics
 from collections import Counter

@@ -2,6 +2,8 @@
 
 Runs of versions that stored no tokens have texts and numbers per sample only: ``tokens`` says what is missing then."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -236,12 +238,7 @@ def _sample(line: Mapping[str, Any], token_ids: Any, logprobs: Any, versions: An
         finish_reason=line["finish_reason"],
         text=line["response"],
         reward=stored_reward(line),
-        shaped_reward=_float(line["shaped_reward"]),
-        advantage=_float(line["advantage"]),
+        **{name: math.nan if line[name] is None else float(line[name]) for name in ("shaped_reward", "advantage")},
         in_loss=line["in_loss"],
         **episode_of(line),
     )
-
-
-def _float(value: float | None) -> float:
-    return math.nan if value is None else float(value)

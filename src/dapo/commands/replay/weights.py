@@ -3,6 +3,8 @@
 Sampling is not repeated: every step that is re-run trains on its stored batch. So what has to be the same is the
 trainer alone, which in deterministic mode on the same machine it is, to the bit."""
 
+from __future__ import annotations
+
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence

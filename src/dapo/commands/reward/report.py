@@ -1,5 +1,7 @@
 """What ``dapo reward check`` and ``dapo reward score`` say: disagreements, and what another reward changes."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 

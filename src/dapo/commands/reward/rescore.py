@@ -4,6 +4,8 @@ Samples are stored without the further keys of their rows (tests and the like). 
 read from the run's data, where the row must still have the prompt of the sample.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections import Counter
@@ -105,7 +107,7 @@ async def rescore(
     steps: Sequence[int],
     reward: RewardConfig,
     config: Config,
-    rows: "StoredRows",
+    rows: StoredRows,
     hear: Callable[[StepChange], None],
     advance: Callable[[int], None] = lambda step: None,
 ) -> None:
@@ -118,7 +120,7 @@ async def rescore(
 
 
 async def _rescore_step(
-    folder: RunFolder, step: int, scorer: Scorer, config: Config, rows: "StoredRows", advance: Callable[[], None]
+    folder: RunFolder, step: int, scorer: Scorer, config: Config, rows: StoredRows, advance: Callable[[], None]
 ) -> StepChange:
     path = samples_path(folder.samples, step)
 

@@ -1,5 +1,7 @@
 """Errors of the user's, as a message without a traceback; their kind is in the exit code."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

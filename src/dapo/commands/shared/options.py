@@ -1,5 +1,7 @@
 """Arguments that several commands share, how they are told apart, and what the shell completes. Loads nothing heavy."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,12 +76,12 @@ def _after_comma(incomplete: str, known: Mapping[str, str]) -> Completions:
     return [(f"{done}{comma}{one}", meaning) for one, meaning in known.items() if one.startswith(name)]
 
 
-def _values(key: "Key") -> list[str]:
+def _values(key: Key) -> list[str]:
     values = key.choices or (() if key.required else (key.default,))
     return [v if isinstance(v, str) else json.dumps(v, separators=(",", ":")) for v in values if v != ""]
 
 
-def _by_name() -> "dict[str, Key]":
+def _by_name() -> dict[str, Key]:
     from dapo.config import Config
     from dapo.config.reference import keys_of
 

@@ -1,5 +1,7 @@
 """What commands say: how far they are while they work, lines and JSON in the end, and the JSON file they may write."""
 
+from __future__ import annotations
+
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

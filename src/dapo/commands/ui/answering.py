@@ -5,6 +5,8 @@ each that is done the verdict of the run's reward. One question is answered at a
 given up after :data:`MOST_SECONDS`, or when nobody watches any more.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import time

@@ -1,5 +1,7 @@
 """``dapo ui``."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
 from pathlib import Path

@@ -1,6 +1,8 @@
 """What the page tells of metrics and recipes: curves, thinned out for the screen, phases, alarms, what differs. Pure
 functions."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

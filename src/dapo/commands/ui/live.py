@@ -3,6 +3,8 @@
 Looks at sizes and times of files, once for all who listen; reads nothing else until something has changed.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import threading
@@ -39,7 +41,7 @@ class Live:
         self._listeners: set[Listener] = set()
         self._looking: asyncio.Task[None] | None = None
 
-    def join(self, names: Sequence[str]) -> "Listener":
+    def join(self, names: Sequence[str]) -> Listener:
         """Who hears of the runs of these names until it leaves. Raises Full if there are :data:`MOST_STREAMS`."""
         if len(self._listeners) >= MOST_STREAMS:
             raise Full
@@ -49,7 +51,7 @@ class Live:
             self._looking = asyncio.create_task(self._look())
         return listener
 
-    def leave(self, listener: "Listener") -> None:
+    def leave(self, listener: Listener) -> None:
         self._listeners.discard(listener)
 
     async def _look(self) -> None:

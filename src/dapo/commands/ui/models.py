@@ -4,6 +4,8 @@ else of its training.
 A model takes prompts and responses as long as the recipe says, but for :data:`MOST_TOKENS`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import threading
 from collections.abc import Sequence
@@ -137,7 +139,7 @@ class Loaded:
     """A model with its tokenizer and template. ``max_tokens``: of a response; ``max_prompt``: tokens of a prompt."""
 
     prompting: Prompting
-    engine: "LocalEngine"
+    engine: LocalEngine
     max_tokens: int
     max_prompt: int
 

@@ -8,6 +8,8 @@ time and stays here. ``POST /votes`` says what a person thinks of that pair. ``G
 come to. They are kept by ``evaluation/votes.py``.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import random

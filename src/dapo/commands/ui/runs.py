@@ -3,6 +3,8 @@
 A run is looked up by name among those found, never by a path that a browser sends.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -64,7 +66,7 @@ class Run:
                 self._read = stamp, brief, RunView.read(folder.root, brief)
             return replace(self._read[2])  # whether it still runs is asked anew
 
-    def samples(self) -> "DuckDBPyConnection":
+    def samples(self) -> DuckDBPyConnection:
         """For this thread, with the view ``samples`` of all written steps. Raises UserError if DuckDB is missing."""
         stamp = stamp_of(self.folder.samples)
         with self._index_lock:

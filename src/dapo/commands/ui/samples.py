@@ -1,5 +1,7 @@
 """The page's routes over the samples of a run: groups, texts and tokens, sampling, reward hacking."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 

@@ -5,6 +5,8 @@ Consumes files of runs; produces JSON, server-sent events and the static page. R
 ``serving.py``.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """The page as a process: alone (``dapo ui``), or beside a training and no longer than it."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import secrets

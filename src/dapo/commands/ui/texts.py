@@ -1,5 +1,7 @@
 """The texts of samples: the pieces that tokens are, with numbers for each; searching; what of a text can be sent."""
 
+from __future__ import annotations
+
 import math
 import re
 import time

@@ -1,6 +1,8 @@
 """Clients of servers that speak JSON over HTTP: ``dapo reward-server``, and services of the user's own. The reply of a
 reward server is read line by line, so that verdicts are kept when the connection breaks."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial

@@ -4,6 +4,8 @@ Tensors of text are sent, one row a response, and tensors of rewards come back. 
 extension that MLServer, for one, lacks.
 """
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 

@@ -1,6 +1,8 @@
 """From responses to the body of a request (the template ``reward.request``), and from its reply to verdicts. Replies
 are not trusted: number, type and range of their values are checked."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping, Sequence

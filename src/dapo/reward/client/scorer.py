@@ -5,6 +5,8 @@ asked for again. While the server is down, busy or failing, requests are repeate
 ``give_up_after_s`` have passed without a verdict.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time

@@ -14,6 +14,8 @@ The rule, on the text outside of thinking blocks:
    where none is called, holds more than bare names, numbers and texts.
 """
 
+from __future__ import annotations
+
 import ast
 import re
 import textwrap

@@ -5,6 +5,8 @@ Consumes frames of the runner, which may hold anything, and produces plain value
 ``["v", value, changed arguments]``, ``["e", exception]`` or ``["k", callback]``.
 """
 
+from __future__ import annotations
+
 import builtins
 import json
 import marshal

@@ -8,6 +8,8 @@ the result stands for; and a name that may be anyone's, such as the ``np`` of ``
 an entry point, may not judge a result.
 """
 
+from __future__ import annotations
+
 import ast
 from collections.abc import Iterator, Set
 from dataclasses import replace

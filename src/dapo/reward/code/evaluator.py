@@ -5,6 +5,8 @@ The program never sees what it is compared with: the names in a test that are th
 of its own, because a comparison of hostile values may never end.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import marshal

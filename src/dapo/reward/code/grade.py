@@ -1,5 +1,7 @@
 """The verdict on one program: its tests, run in a sandbox. Blocks until the program has ended, within limits."""
 
+from __future__ import annotations
+
 import json
 import math
 import os

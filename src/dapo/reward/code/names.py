@@ -4,6 +4,8 @@ Pure functions on trusted text: consumes what stands under the row's tests key, 
 :class:`InOut` records, or says what is wrong with it.
 """
 
+from __future__ import annotations
+
 import ast
 import builtins
 import contextlib

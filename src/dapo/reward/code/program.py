@@ -4,6 +4,8 @@ Consumes the process that ``sandbox.py`` has started, produces the stages of its
 its exit status; waits with limits that the program cannot stretch.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import marshal

@@ -11,6 +11,8 @@ that "equals everything" equals nothing:
 - operations among the program's own objects, calls, attributes, items and conversions are the program's affair.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -7,6 +7,8 @@ and nothing else of the machine. Started as root, it runs as a user that owns no
 all of them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import importlib.util

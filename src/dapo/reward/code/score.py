@@ -4,6 +4,8 @@ Each worker judges one response at a time and remembers what the reference solut
 the tests are from 0 to 1: style, and efficiency relative to the reference.
 """
 
+from __future__ import annotations
+
 import ast
 import hashlib
 import json

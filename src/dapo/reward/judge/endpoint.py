@@ -1,6 +1,8 @@
 """Calls to an OpenAI-compatible chat endpoint, repeated while it is down, busy or gives no grade. Between calls are
 pauses that double from 1 s to 30 s, or as long as the server asks for."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Callable

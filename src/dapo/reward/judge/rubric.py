@@ -1,6 +1,8 @@
 """The message to a judge, made from a Jinja template, and the grade in the judge's reply. The response is a value in
 the template: it is never parsed, neither for a grade nor for braces."""
 
+from __future__ import annotations
+
 import hashlib
 import re
 from importlib import resources

@@ -1,6 +1,8 @@
 """The scorer around a judge. The same question asked twice at the same time is sent once; with a cache also at
 different times."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import json

@@ -4,6 +4,8 @@ of real numbers in ``sets.py``, single expressions in ``symbolic.py``.
 The reference always comes first. Imports sympy: for worker processes.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,5 +1,7 @@
 """Finding the final answer in a response. Pure text, linear time whatever the text."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from typing import Literal

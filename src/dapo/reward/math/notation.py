@@ -4,6 +4,8 @@ Pure text in, text out; nothing is evaluated here. In the canonical spelling "or
 """
 # ruff: noqa: RUF001 (look-alike characters are what this module is about)
 
+from __future__ import annotations
+
 import re
 import unicodedata
 from collections.abc import Callable

@@ -4,6 +4,8 @@ have another name: parameters of such a qualifier, and the arguments of a functi
 Consumes canonical text (``notation.py``), produces the bare answers with the same names for the same roles. Pure text.
 """
 
+from __future__ import annotations
+
 import re
 from typing import NamedTuple
 

@@ -4,6 +4,8 @@ Runs in worker processes, which bound its time and memory; inside the worker a l
 that are too expensive to compare wrong instead of failed.
 """
 
+from __future__ import annotations
+
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

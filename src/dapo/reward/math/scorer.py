@@ -1,5 +1,7 @@
 """The math reward as the rest of the program sees it: a scorer whose work is done in worker processes."""
 
+from __future__ import annotations
+
 import asyncio
 import re
 from collections.abc import Sequence

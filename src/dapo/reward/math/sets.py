@@ -4,6 +4,8 @@ Consumes canonical text (``notation.py``), decides equality exactly: two sets ar
 of either and between each two neighbours. Only sets whose end points are numbers are read.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from functools import cmp_to_key

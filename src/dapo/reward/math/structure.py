@@ -1,5 +1,7 @@
 """How a canonical text is put together: brackets, items, relations, the name before a value. Pure text."""
 
+from __future__ import annotations
+
 import re
 from typing import NamedTuple
 

@@ -5,6 +5,8 @@ ones. Its comparison is not used: it has absolute tolerances, which make tiny nu
 processes.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterator

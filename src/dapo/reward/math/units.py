@@ -4,6 +4,8 @@ Consumes canonical text (``notation.py``). A unit counts if both sides have one;
 converted exactly (2 m is 200 cm), all others must be the same word.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections import Counter

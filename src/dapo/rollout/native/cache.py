@@ -7,6 +7,8 @@ step; the prompt's keys and values, computed once for its group, are copied into
 See docs/decisions/0003-cpu-cache.md.
 """
 
+from __future__ import annotations
+
 import math
 import mmap
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """What the native engine refuses to sample, on every device."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Collection, Iterator

@@ -5,6 +5,8 @@ many waiting samples as there is room for), *decode* (one token for every row) a
 their rows free for the next).
 """
 
+from __future__ import annotations
+
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

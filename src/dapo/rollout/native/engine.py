@@ -7,6 +7,8 @@ The thread waits for requests and for nothing else. A consumer waits for its sam
 with an :class:`EngineError` if the decoder fails, or with :meth:`NativeEngine.close`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextvars
 import itertools

@@ -7,6 +7,8 @@ Truncation is one threshold per row (:func:`thresholds`): a rule that says nothi
 one that every device can follow.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +33,7 @@ class RowSettings:
     min_p: Tensor
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], device: torch.device | str = "cpu") -> "RowSettings":
+    def of(cls, settings: Sequence[Sampling], device: torch.device | str = "cpu") -> RowSettings:
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
@@ -42,7 +44,7 @@ class RowSettings:
             column([s.min_p for s in settings], torch.float32),
         )
 
-    def first(self, rows: int) -> "RowSettings":
+    def first(self, rows: int) -> RowSettings:
         """Those of the first ``rows`` rows."""
         return RowSettings(self.temperature[:rows], self.top_k[:rows], self.top_p[:rows], self.min_p[:rows])
 

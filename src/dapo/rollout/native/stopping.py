@@ -4,6 +4,8 @@ A text is complete with the first token after which it stands in the decoded res
 that, and belongs to the response.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 NO_TEXT = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for bytes that are no character (yet)

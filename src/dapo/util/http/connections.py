@@ -1,6 +1,8 @@
 """HTTP connections to one server, for the clients of policy and reward servers and for the judge, and what a reply's
 status says. Callers set the time limits. Requests go to the address that the recipe names, and to no other."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

@@ -1,6 +1,8 @@
 """What can go wrong between a client and its server, by what is to be done about it, and pauses between attempts. What
 the user must change (a wrong token, a wrong address) is a :class:`~dapo.errors.RewardError`."""
 
+from __future__ import annotations
+
 import json
 import math
 import random

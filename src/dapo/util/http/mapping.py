@@ -1,5 +1,7 @@
 """Bodies of requests from templates with fields, and values out of replies: for services of a user's own."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Keeps the secrets of a client out of its messages: a server may repeat them in its answers."""
 
+from __future__ import annotations
+
 from os.path import commonprefix
 from urllib.parse import parse_qsl, unquote, urlsplit
 

@@ -4,6 +4,8 @@ A row's tokens lie in the pages that its row of the *table* names, ``page_tokens
 Page 0 belongs to nobody, so that a table may name it where a row has no page.
 """
 
+from __future__ import annotations
+
 import math
 
 import torch

@@ -13,6 +13,8 @@ reads every cached byte once and does little with it, so the kernel is written t
   for the first pages and the query. The new token is merged after the loop.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -1,5 +1,7 @@
 """Setting up the paged decoder: how much memory there is, and how many pages that makes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -12,6 +12,8 @@ Synchronous and single-threaded; ``engine.py`` runs it in a thread. It never tou
 :class:`~dapo.rollout.native.paged.device.Runner` does, and a fake one in the tests.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 from collections import deque

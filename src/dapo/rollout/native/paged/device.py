@@ -1,5 +1,7 @@
 """What the paged decoder asks of a device, and the records that pass between them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -7,6 +7,8 @@ two tokens. Nothing here waits for the device or has a shape that depends on dat
 Truncation is the threshold per row of :func:`dapo.rollout.native.sampler.thresholds`: a token that ties with it stays.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -14,6 +14,8 @@ What a row gives does not depend on the number of rows, or on the row's place am
 multiple of 16 bytes; other addresses compile to a kernel that adds in another order.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -1,5 +1,7 @@
 """What the paged decoder knows of samples that are not finished."""
 
+from __future__ import annotations
+
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -26,7 +28,7 @@ class SampleInFlight:
     marks: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, key: int, request: Request, draft: Draft) -> "SampleInFlight":
+    def of(cls, key: int, request: Request, draft: Draft) -> SampleInFlight:
         """One that goes on from ``draft``."""
         done = Response(np.array(draft.token_ids, np.int32), np.array(draft.logprobs, np.float32))
         marks = [(i, v) for i, v in enumerate(draft.versions) if not i or v != draft.versions[i - 1]]

@@ -4,6 +4,8 @@ A page holds the keys and values of ``page_tokens`` consecutive tokens of one se
 group share the full pages of their prompt, which are counted. Page 0 belongs to nobody: padding is written there.
 """
 
+from __future__ import annotations
+
 import numpy as np
 import numpy.typing as npt
 

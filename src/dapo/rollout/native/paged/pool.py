@@ -6,6 +6,8 @@ graph fixes the arguments of its kernels, so they are given not the pool but ``a
 holds the pool's present address.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +34,7 @@ class PoolShape:
             raise ValueError(f"a paged cache needs heads of a multiple of 8, got {self.head_dim}")
 
     @classmethod
-    def of(cls, pool: Tensor) -> "PoolShape":
+    def of(cls, pool: Tensor) -> PoolShape:
         layers, _, pages, kv_heads, page_tokens, head_dim = pool.shape
         return cls(layers, pages, kv_heads, page_tokens, head_dim, pool.dtype)
 

@@ -5,6 +5,8 @@ them, and the host looks in only between stretches of steps. A row whose length 
 the others, but reads and writes nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,6 +6,8 @@ values does not: a kernel reads where it is, so its memory can be given away bet
 step runs as it is, which is what the tests compare with Transformers.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -118,7 +120,7 @@ class DeviceRunner:
         return Progress(*self.state.progress())
 
     @torch.inference_mode()
-    def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> "_Arriving":
+    def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> _Arriving:
         index = torch.tensor(list(rows), dtype=torch.int64, device=self.state.device)
         longest = max(counts)
         wanted = [self.state.tokens, self.state.logprobs]
