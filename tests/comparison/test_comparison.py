@@ -102,6 +102,7 @@ def test_a_comparison_grows_by_recipes_and_seeds_and_is_no_other_one(here: Path)
     declared({"c": Variant("a.yaml", ("algorithm.clip_ratio_c=3",)), "a": TWO["a"]}, seeds=[3])
     found = Comparison.read(Path("out"))
     assert (list(found.recipes), found.seeds, found.budget) == (["a", "b", "c"], [1, 2, 3], ("minutes", 1.0))
+    assert found.tree["differ"]["algorithm.clip_ratio_high"] == {"a": 0.28, "b": 0.2}  # c has the one of a
     for change in (
         {"budget": {"minutes": 2.0}},
         {"variants": {**TWO, "a": Variant("a.yaml", ("rollout.temperature=2",))}},

@@ -163,5 +163,6 @@ def _joined(old: Comparison, now: dict[str, Any]) -> dict[str, Any]:
     if changed := [str(found) for key, a, b in pairs for found in differences(a, b, key)]:
         text = "\n".join(changed)
         raise ConfigError(f"--out {old.root}: another comparison is there; give another folder:\n{text}")
-    seeds = sorted({*old.seeds, *now["seeds"]})
-    return now | {"recipes": then | both, "seeds": seeds, "differ": old.tree["differ"] | now["differ"]}
+    seeds, differ = sorted({*old.seeds, *now["seeds"]}), old.tree["differ"]
+    differ = {key: differ.get(key, {}) | now["differ"].get(key, {}) for key in differ | now["differ"]}
+    return now | {"recipes": then | both, "seeds": seeds, "differ": differ}
