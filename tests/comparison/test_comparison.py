@@ -59,7 +59,7 @@ def test_what_has_to_be_the_same_is_named_and_may_be_allowed_to_differ(here: Pat
 def test_how_often_runs_are_evaluated_may_differ_and_what_differs_is_recorded(here: Path) -> None:
     b = Variant("a.yaml", ("evaluation.every=2", "algorithm.kl.mode=loss", "training.steps=7"))
     declared({"a": Variant("a.yaml"), "b": b})
-    differ = Comparison.read(Path("out")).tree["differ"]
+    differ = Comparison.read(Path("out")).differ
     assert differ == {"algorithm.kl.mode": {"a": "off", "b": "loss"}, "evaluation.every": {"a": 1, "b": 2}}
     assert needs(b.phases(Path("out"))) == ["reference", "reward (exact)"]
 
@@ -102,6 +102,7 @@ def test_a_comparison_grows_by_recipes_and_seeds_and_is_no_other_one(here: Path)
     declared({"c": Variant("a.yaml", ("algorithm.clip_ratio_c=3",)), "a": TWO["a"]}, seeds=[3])
     found = Comparison.read(Path("out"))
     assert (list(found.recipes), found.seeds, found.budget) == (["a", "b", "c"], [1, 2, 3], ("minutes", 1.0))
+    assert found.differ["algorithm.clip_ratio_high"] == {"a": 0.28, "b": 0.2, "c": 0.28}
     for change in (
         {"budget": {"minutes": 2.0}},
         {"variants": {**TWO, "a": Variant("a.yaml", ("rollout.temperature=2",))}},

@@ -313,3 +313,13 @@ def test_what_does_not_close_is_not_waited_for() -> None:
             await closed_in_time(failing, 1)
 
     asyncio.run(main())
+
+
+def test_a_run_that_begins_stops_the_clock_of_the_one_that_has_left() -> None:
+    """Phases are runs one after the other: half a minute into the second one the process would be ended."""
+    with Shutdown() as shutdown:
+        shutdown.leave(None)
+        (clock,) = shutdown._timers
+        assert not clock.finished.is_set()
+        shutdown.ask(lambda: None)
+        assert clock.finished.is_set()

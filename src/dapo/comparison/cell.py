@@ -90,9 +90,12 @@ def _answers(results: list[FileResult]) -> list[dict[str, Any]]:
 
 
 def _result(results: list[FileResult]) -> dict[str, Any]:
-    """``rows``: of each row the share that is right, or where the reward does not say what is right, the reward."""
+    """``rows``: of each row the share that is right, or where the reward does not say what is right, the reward.
+    Raises UserError: no row was scored."""
     right = all(one.evaluation.accuracy is not None for one in results)
     rows = [(one.name, row) for one in results for row in one.evaluation.as_json()["rows"] if row["verdicts"]]
+    if not rows:
+        raise UserError("the model was trained, but none of its held-out answers was scored")
     return {
         "metric": "accuracy" if right else "reward",
         "rows": {f"{n}:{row['row']}": row["correct"] / row["verdicts"] if right else row["reward"] for n, row in rows},

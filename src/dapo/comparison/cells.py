@@ -80,7 +80,7 @@ def _job(cell: Cell, variant: Variant, judged: Config) -> dict[str, Any]:
 
 def _value(cell: Cell) -> str:
     rows = list(cell.result["rows"].values())
-    return f"{cell.result['metric']} {sum(rows) / len(rows):.3f}" if rows else "no row was scored"
+    return f"{cell.result['metric']} {sum(rows) / len(rows):.3f}"
 
 
 def _attempt(cell: Cell, job: Mapping[str, Any], lock: IO[str]) -> str | None:

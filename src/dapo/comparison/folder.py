@@ -3,7 +3,7 @@
 ::
 
     runs/compare/
-      comparison.json          what is compared: recipes, seeds, budget, in what they differ
+      comparison.json          what is compared: recipes, seeds, budget
       NAME-seed-1/             a run, or a folder with one for each phase
       NAME-seed-1.json         what came of the cell: the last evaluation row by row, or why it failed
       NAME-seed-1.answers.jsonl  what its model answered there
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.comparison.recipes import BUDGETS, Phases, Variant, differing, kind_of, measured, needs, require_alike, run_of
-from dapo.config import Config, load_config
+from dapo.comparison.recipes import BUDGETS, Phases, Variant, by_key, kind_of, measured, needs, require_alike, run_of
+from dapo.config import Config, flat, load_config
 from dapo.config.plan import require_files
 from dapo.config.secrets import redact
 from dapo.errors import ConfigError, UserError
@@ -92,6 +92,15 @@ class Comparison:
         return list(self.tree["seeds"])
 
     @property
+    def differ(self) -> dict[str, dict[str, Any]]:
+        """What the recipes are compared for: keys of their runs that differ, without folders and budgets, by recipe."""
+        kinds = {name: {"phases": ", ".join(told["settings"])} for name, told in self.recipes.items()}
+        trees = [(name, tree) for name, told in self.recipes.items() for tree in told["settings"].values()]
+        runs = {name: dict(flat(tree)) for name, tree in trees if "rollout" in tree}  # the last one of its phases
+        left_out = {f"training.{key}" for key in ("steps", *BUDGETS)} | {"evaluation.patience"}
+        return dict(by_key(kinds)) | {key: values for key, values in by_key(runs) if key not in left_out}
+
+    @property
     def budget(self) -> tuple[str, float]:
         """A key of ``training``, and how much of it each cell has."""
         key, amount = next(iter(self.tree["budget"].items()))
@@ -119,7 +128,7 @@ def declare(
         raise ConfigError(f"seeds: expected different whole numbers from 0 up, such as 1,2,3; got {list(seeds)}")
     if len(variants) < 2:
         raise ConfigError("two recipes at least are needed to compare them")
-    phases = {name: variant.phases(root / name) for name, variant in variants.items()}
+    phases = {name: variant.phases(Path(name)) for name, variant in variants.items()}
     require_alike(phases, allowed)
     for of in phases.values():
         require_at_hand("model.path:", next(iter(of.values())).model.path)
@@ -135,7 +144,6 @@ def declare(
         "budget": given,
         "measured": redact(measured(judged)),
         "seeds": list(seeds),
-        "differ": differing(phases),
         "recipes": {name: _told(variants[name].recipe, of, judged) for name, of in phases.items()},
     }
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
@@ -163,5 +171,4 @@ def _joined(old: Comparison, now: dict[str, Any]) -> dict[str, Any]:
     if changed := [str(found) for key, a, b in pairs for found in differences(a, b, key)]:
         text = "\n".join(changed)
         raise ConfigError(f"--out {old.root}: another comparison is there; give another folder:\n{text}")
-    seeds = sorted({*old.seeds, *now["seeds"]})
-    return now | {"recipes": then | both, "seeds": seeds, "differ": old.tree["differ"] | now["differ"]}
+    return now | {"recipes": then | both, "seeds": sorted({*old.seeds, *now["seeds"]})}

@@ -37,7 +37,8 @@ def sections_of(table: Table, figure: Figure | None = None) -> list[Section]:
     if figure is not None:
         found.append(Section("Curves", [Plot("comparison", f"held-out {table.metric}, means over seeds", figure)]))
     differ = [
-        [key, *(shown(of[n], 60) if n in of else "" for n in table.names)] for key, of in declared["differ"].items()
+        [key, *(shown(of[n], 60) if n in of else "" for n in table.names)]
+        for key, of in table.comparison.differ.items()
     ]
     return [*found, Section("In what the recipes differ", [Rows(["", *table.names], differ)])]
 

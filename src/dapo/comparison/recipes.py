@@ -14,7 +14,7 @@ from typing import Any
 from dapo.config import Config, flat, load_config
 from dapo.config.plan import existing_recipe, require_files
 from dapo.config.reading import read_recipe, with_values
-from dapo.config.secrets import redact, require_secrets
+from dapo.config.secrets import require_secrets
 from dapo.config.stages import STAGES, load_stage
 from dapo.errors import ConfigError
 from dapo.stages.phases import load_phases
@@ -107,7 +107,7 @@ def _to_be_the_same(phases: Phases) -> dict[str, Any]:
     return model | dict(flat(data)) | (dict(flat(measured(run))) if run.evaluation.data else {})
 
 
-def _by_key(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def by_key(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Keys that several of the tables have, and not with one value, with the value of each."""
     for key in dict.fromkeys(key for table in tables.values() for key in table):
         values = {name: table[key] for name, table in tables.items() if key in table}
@@ -120,7 +120,7 @@ def require_alike(variants: Mapping[str, Phases], allowed: Sequence[str]) -> Non
     they may."""
     refused = {
         key: values
-        for key, values in _by_key({name: _to_be_the_same(phases) for name, phases in variants.items()})
+        for key, values in by_key({name: _to_be_the_same(phases) for name, phases in variants.items()})
         if not any(key == one or key.startswith(f"{one}.") for one in allowed)
     }
     if refused:
@@ -133,17 +133,6 @@ def require_alike(variants: Mapping[str, Phases], allowed: Sequence[str]) -> Non
             + "\nwhat would work: the same value in all, as a change of all recipes (KEY=VALUE), or "
             + " ".join(f"--allow {key}" for key in refused)
         )
-
-
-def differing(variants: Mapping[str, Phases]) -> dict[str, dict[str, Any]]:
-    """What the recipes are compared for: keys of their runs that differ, without folders and budgets."""
-    runs = {name: run for name, phases in variants.items() if (run := run_of(phases)) is not None}
-    kinds = {name: {"phases": ", ".join(n or kind_of(c) for n, c in p.items())} for name, p in variants.items()}
-    trees = {
-        name: dict(flat(redact(run.model_dump(mode="json", exclude={"run", "seed"})))) for name, run in runs.items()
-    }
-    left_out = {f"training.{key}" for key in ("steps", *BUDGETS)} | {"evaluation.patience"}
-    return dict(_by_key(kinds)) | {key: values for key, values in _by_key(trees) if key not in left_out}
 
 
 def kind_of(config: Any) -> str:
