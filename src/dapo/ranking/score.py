@@ -84,23 +84,17 @@ class Ranker:
         return list(await asyncio.gather(*map(self.score, rows)))
 
 
-def load_ranker(
-    model: Any, *, reference: str | None = None, overrides: Sequence[str] = (), device: str | None = None
-) -> Ranker:
-    """What ranks, by any of its names. Weights are loaded when it starts.
+def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence[str] = ()) -> Ranker:
+    """What ranks, by any of its names. Weights are loaded when it starts, onto a GPU if there is one.
 
     Args:
         model: folder or name of a reward model, or the run that it comes from; a policy that was trained by DPO (its
-            run knows the reference); a recipe with a ``reward``, or a kind of reward; a :class:`Ranker`; or a Python
-            function, as rewards are.
+            run knows the reference); a recipe with a ``reward``, or a kind of reward; or a Python function.
         reference: the policy that DPO began with, where the run does not know it.
         overrides: ``reward.key=value``, and of an implicit reward ``dpo.beta=value``.
-        device: where models are; None: on a GPU if there is one.
 
     Raises UserError: there is no such thing, or it is a language model that ranks nothing.
     """
-    if isinstance(model, Ranker):
-        return model
     if callable(model):
         return Ranker(getattr(model, "__name__", "function"), CallableScorer(model, 60.0))
     name = str(model)
@@ -108,7 +102,7 @@ def load_ranker(
         return Ranker(name, make_scorer(load_reward(name, overrides)))
     import torch
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     found = find_model(name)
     if is_reward_model(found.path):
         return Ranker(name, make_scorer(_reward_of(found, device, overrides)))
