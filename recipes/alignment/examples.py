@@ -1,7 +1,7 @@
 """Small rows for the recipes beside this file: python recipes/alignment/examples.py KIND OUT [FILE].
 
-KIND: sums, work, safety, recommend, notes; or code, which makes pairs of FILE, rows of MBPP (prompt, solution, tests). Writes
-OUT/KIND-train.jsonl, -labelled.jsonl (for thresholds) and -check.jsonl (to check them): different prompts in each.
+KIND: sums, work, safety, recommend, notes; or code, which makes pairs of FILE, rows of MBPP (prompt, solution, tests).
+Writes OUT/KIND-train.jsonl, -labelled.jsonl (for thresholds) and -check.jsonl (to check them).
 """
 
 from __future__ import annotations
