@@ -7,6 +7,7 @@ A response is scored by itself, so that neither the others, nor their order, nor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -111,32 +112,26 @@ def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence
 
 def is_reward_model(path: str) -> bool:
     """Whether a model is one that scores texts, by the files beside its weights alone."""
+    names = ("value_head.safetensors", "config.json", "adapter_config.json")
     folder = Path(path).expanduser()
-    held = {
-        name: _held(folder, path, name) for name in ("config.json", "adapter_config.json", "value_head.safetensors")
-    }
-    if held.pop("value_head.safetensors") is not None:
-        return True
-    config, adapter = (
-        read_json(file) if file is not None and file.stat().st_size < 2**24 else {} for file in held.values()
-    )
-    architectures = config.get("architectures") or ()
-    return adapter.get("task_type") == "SEQ_CLS" or any(
-        "ForSequenceClassification" in str(one) for one in architectures
-    )
-
-
-def _held(folder: Path, name: str, file: str) -> Path | None:
     if folder.is_dir():
-        return folder / file if (folder / file).is_file() else None
-    from transformers.utils import cached_file
+        held = {name: folder / name for name in names if (folder / name).is_file()}
+    else:
+        from transformers.utils import cached_file
 
-    from dapo.model.hub import from_where
+        from dapo.model.hub import from_where
 
-    try:
-        return Path(cached_file(name, file, **from_where(name)))
-    except (OSError, ValueError):
-        return None  # there is none; if there is no such model either, whoever loads it says so
+        held, where = {}, from_where(path)
+        for name in names:
+            with contextlib.suppress(OSError, ValueError):  # if there is no such model, whoever loads it says so
+                held[name] = Path(cached_file(path, name, **where))
+    read: dict[str, Any] = {name: {} for name in names[1:]}
+    for name in read.keys() & held.keys():
+        with contextlib.suppress(OSError, ValueError):
+            read[name] = read_json(held[name])
+    config, adapter = read.values()
+    classifies = any("ForSequenceClassification" in str(one) for one in config.get("architectures") or ())
+    return names[0] in held or classifies or adapter.get("task_type") == "SEQ_CLS"
 
 
 def _reward_of(found: FoundModel, device: str, overrides: Sequence[str]) -> RewardConfig:
