@@ -1,7 +1,7 @@
 """Small rows for the recipes beside this file: python recipes/alignment/examples.py KIND OUT [FILE].
 
-KIND: sums, safety, recommend, notes; or code, which makes pairs of FILE, rows of MBPP (prompt, solution, tests). Writes
-OUT/KIND-train.jsonl, -labelled.jsonl (for thresholds) and -check.jsonl (to check them): different prompts in each.
+KIND: sums, work, safety, recommend, notes; or code, which makes pairs of FILE, rows of MBPP (prompt, solution, tests).
+Writes OUT/KIND-train.jsonl, -labelled.jsonl (for thresholds) and -check.jsonl (to check them).
 """
 
 from __future__ import annotations
@@ -33,6 +33,15 @@ def sums(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
         steps = [_steps(first, signs, rest, wrong)[model == "brief" :] for wrong in (None, rng.randrange(3))]
         right, wrong = ("".join(one) + "#" + one[-1][-2] for one in steps)
         yield {"prompt": prompt, "chosen": right, "rejected": wrong, "model": model, "answer": right[-1]}
+
+
+def work(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
+    """Right answers, of which one shows all steps, and the other one leaves some out."""
+    for row in sums(rng, ()):
+        steps = row["chosen"].split(";")
+        if row["model"] == "steps":
+            left = steps[: rng.randrange(len(steps) - 1)]
+            yield {"prompt": row["prompt"], "chosen": row["chosen"], "rejected": ";".join([*left, steps[-1]])}
 
 
 def _steps(value: int, signs: Sequence[str], numbers: Sequence[int], wrong: int | None) -> list[str]:
@@ -137,7 +146,7 @@ def _mutant(rng: random.Random, row: Row) -> str | None:
     return None
 
 
-KINDS = {one.__name__: one for one in (sums, safety, recommend, notes, code)}
+KINDS = {one.__name__: one for one in (sums, work, safety, recommend, notes, code)}
 
 
 def main(kind: str, out: str, *files: str) -> None:

@@ -7,6 +7,7 @@ A response is scored by itself, so that neither the others, nor their order, nor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,23 +85,17 @@ class Ranker:
         return list(await asyncio.gather(*map(self.score, rows)))
 
 
-def load_ranker(
-    model: Any, *, reference: str | None = None, overrides: Sequence[str] = (), device: str | None = None
-) -> Ranker:
-    """What ranks, by any of its names. Weights are loaded when it starts.
+def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence[str] = ()) -> Ranker:
+    """What ranks, by any of its names. Weights are loaded when it starts, onto a GPU if there is one.
 
     Args:
         model: folder or name of a reward model, or the run that it comes from; a policy that was trained by DPO (its
-            run knows the reference); a recipe with a ``reward``, or a kind of reward; a :class:`Ranker`; or a Python
-            function, as rewards are.
+            run knows the reference); a recipe with a ``reward``, or a kind of reward; or a Python function.
         reference: the policy that DPO began with, where the run does not know it.
         overrides: ``reward.key=value``, and of an implicit reward ``dpo.beta=value``.
-        device: where models are; None: on a GPU if there is one.
 
     Raises UserError: there is no such thing, or it is a language model that ranks nothing.
     """
-    if isinstance(model, Ranker):
-        return model
     if callable(model):
         return Ranker(getattr(model, "__name__", "function"), CallableScorer(model, 60.0))
     name = str(model)
@@ -108,7 +103,7 @@ def load_ranker(
         return Ranker(name, make_scorer(load_reward(name, overrides)))
     import torch
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     found = find_model(name)
     if is_reward_model(found.path):
         return Ranker(name, make_scorer(_reward_of(found, device, overrides)))
@@ -117,32 +112,26 @@ def load_ranker(
 
 def is_reward_model(path: str) -> bool:
     """Whether a model is one that scores texts, by the files beside its weights alone."""
+    names = ("value_head.safetensors", "config.json", "adapter_config.json")
     folder = Path(path).expanduser()
-    held = {
-        name: _held(folder, path, name) for name in ("config.json", "adapter_config.json", "value_head.safetensors")
-    }
-    if held.pop("value_head.safetensors") is not None:
-        return True
-    config, adapter = (
-        read_json(file) if file is not None and file.stat().st_size < 2**24 else {} for file in held.values()
-    )
-    architectures = config.get("architectures") or ()
-    return adapter.get("task_type") == "SEQ_CLS" or any(
-        "ForSequenceClassification" in str(one) for one in architectures
-    )
-
-
-def _held(folder: Path, name: str, file: str) -> Path | None:
     if folder.is_dir():
-        return folder / file if (folder / file).is_file() else None
-    from transformers.utils import cached_file
+        held = {name: folder / name for name in names if (folder / name).is_file()}
+    else:
+        from transformers.utils import cached_file
 
-    from dapo.model.hub import from_where
+        from dapo.model.hub import from_where
 
-    try:
-        return Path(cached_file(name, file, **from_where(name)))
-    except (OSError, ValueError):
-        return None  # there is none; if there is no such model either, whoever loads it says so
+        held, where = {}, from_where(path)
+        for name in names:
+            with contextlib.suppress(OSError, ValueError):  # if there is no such model, whoever loads it says so
+                held[name] = Path(cached_file(path, name, **where))
+    read: dict[str, Any] = {name: {} for name in names[1:]}
+    for name in read.keys() & held.keys():
+        with contextlib.suppress(OSError, ValueError):
+            read[name] = read_json(held[name])
+    config, adapter = read.values()
+    classifies = any("ForSequenceClassification" in str(one) for one in config.get("architectures") or ())
+    return names[0] in held or classifies or adapter.get("task_type") == "SEQ_CLS"
 
 
 def _reward_of(found: FoundModel, device: str, overrides: Sequence[str]) -> RewardConfig:
