@@ -10,7 +10,7 @@ This module needs numpy only, so that clients can use the records without loadin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -153,20 +153,24 @@ class Sample:
         """|y|: tokens that the model sampled, stop tokens counted."""
         if not self.turns and not self.more:
             return len(self.token_ids)
-        return sum(int((part.versions != NOBODY).sum()) for part in self.parts)
+        return sum(turn.end - turn.start for part in self.parts for turn in part.turns)
+
+    def _of(self, turns: Iterable[Turn]) -> npt.NDArray[np.bool_]:
+        """``[T]``: the tokens of these turns; of a single response all."""
+        mask = np.full(len(self.token_ids), not self.turns)
+        for turn in turns:
+            mask[turn.start : turn.end] = True
+        return mask
 
     @property
     def loss_mask(self) -> npt.NDArray[np.bool_]:
         """``[T]``: which tokens may be learned from: the model's, but for turns that were cut."""
-        mask = np.full(len(self.token_ids), not self.turns)
-        for turn in self.turns:
-            mask[turn.start : turn.end] = not turn.cut
-        return mask
+        return self._of(turn for turn in self.turns if not turn.cut)
 
     @property
     def version_range(self) -> tuple[int, int] | None:
         """The oldest and the newest policy version of its tokens; None: it has none."""
-        found = np.concatenate([part.versions[part.versions != NOBODY] for part in self.parts])
+        found = np.concatenate([part.versions[part._of(part.turns)] for part in self.parts])
         return (int(found.min()), int(found.max())) if len(found) else None
 
     @property

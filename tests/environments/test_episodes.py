@@ -5,7 +5,6 @@ import random
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dapo.data.template import PromptTemplate
@@ -13,16 +12,11 @@ from dapo.environments.episode import Episode, Limits, Over
 from dapo.environments.player import check_environment, player_for
 from dapo.environments.trace import EPISODE_ENDS, TURN_ENDS
 from dapo.errors import ConfigError
-from dapo.records import NOBODY, Prompt
-from episodes import Script, call, chat_tokenizer, settings
+from dapo.records import Prompt
+from episodes import Script, call, chat_tokenizer, consistent, settings
 
 HERE = Path(__file__).parents[1] / "support" / "environments_for_tests.py"
 TOKENIZER = chat_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def _workers_see_the_tests(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE.parent), prepend=":")
 
 
 def played(name, answer, *, tokenizer=TOKENIZER, prompts=1, **changes):
@@ -43,36 +37,6 @@ def played(name, answer, *, tokenizer=TOKENIZER, prompts=1, **changes):
             return await asyncio.gather(*map(one, range(prompts)))
 
     return asyncio.run(asyncio.wait_for(work(), 100))
-
-
-def consistent(result, script, prompt):
-    """Each turn stands in the trace where it was asked for, with what the engine said of it."""
-    sample = result.sample(3, 0, prompt)
-    parts = {}
-    for part in sample.parts:
-        ids = [*(prompt.token_ids if part.prompt_ids is None else part.prompt_ids.tolist())]
-        begin = len(ids)
-        ids += part.token_ids.tolist()
-        for turn in part.turns:
-            parts[tuple(ids[: begin + turn.start])] = part, turn
-        sampled = np.zeros(len(part.token_ids), bool)
-        for turn in part.turns:
-            sampled[turn.start : turn.end] = True
-        assert (part.versions[~sampled] == NOBODY).all()
-        assert (part.logprobs[~sampled] == 0).all()
-        assert (part.versions[sampled] != NOBODY).all()
-        cut = [turn for turn in part.turns if turn.cut]
-        assert part.loss_mask.sum() == sampled.sum() - sum(turn.end - turn.start for turn in cut)
-    assert len(parts) == len(script.samples)
-    for context, said in zip(script.contexts, script.samples, strict=True):
-        part, turn = parts[context]
-        span = slice(turn.start, turn.end)
-        assert part.token_ids[span].tolist() == said.token_ids.tolist()
-        assert part.logprobs[span].tolist() == said.logprobs.tolist()
-        assert part.versions[span].tolist() == said.versions.tolist()
-        assert turn.cut == said.truncated
-    assert sample.length == sum(said.length for said in script.samples)
-    return sample
 
 
 @pytest.mark.parametrize("episodes", [100, pytest.param(1000, marks=pytest.mark.nightly)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from dapo.config import build_config, nested
 from dapo.data.template import PromptTemplate
-from dapo.records import Sample
+from dapo.records import NOBODY, Sample
 
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
@@ -91,6 +92,37 @@ class Script:
 
 
 def call(name: str, **arguments: Any) -> str:
-    import json
-
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def consistent(result: Any, script: Script, prompt: Any) -> Sample:
+    """Each turn stands in the trace where it was asked for, with what the engine said of it."""
+    sample = result.sample(3, 0, prompt)
+    parts: list[Any] = []
+    for part in sample.parts:
+        ids = [*(prompt.token_ids if part.prompt_ids is None else part.prompt_ids.tolist())]
+        begin = len(ids)
+        ids += part.token_ids.tolist()
+        for turn in part.turns:
+            parts.append((tuple(ids[: begin + turn.start]), part, turn))
+        sampled = np.zeros(len(part.token_ids), bool)
+        for turn in part.turns:
+            sampled[turn.start : turn.end] = True
+        assert (part.versions[~sampled] == NOBODY).all()
+        assert (part.logprobs[~sampled] == 0).all()
+        assert (part.versions[sampled] != NOBODY).all()
+        cut = [turn for turn in part.turns if turn.cut]
+        assert part.loss_mask.sum() == sampled.sum() - sum(turn.end - turn.start for turn in cut)
+    assert len(parts) == len(script.samples)
+    for context, said in zip(script.contexts, script.samples, strict=True):
+        ids = said.token_ids.tolist()
+        found = [
+            one for one in parts if one[0] == context and one[1].token_ids[one[2].start : one[2].end].tolist() == ids
+        ]
+        part, turn = next(one[1:] for one in found if one[1].logprobs[one[2].start] == said.logprobs[0])
+        span = slice(turn.start, turn.end)
+        assert part.logprobs[span].tolist() == said.logprobs.tolist()
+        assert part.versions[span].tolist() == said.versions.tolist()
+        assert turn.cut == said.truncated
+    assert sample.length == sum(said.length for said in script.samples)
+    return sample

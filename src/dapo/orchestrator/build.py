@@ -148,7 +148,7 @@ async def examine(setup: Setup, model: Any, scorer: Scorer, listener: Listener) 
         source=setup.source,
         heldout=setup.heldout,
         device=setup.device,
-        scorer=None if setup.overrides.reward else scorer,
+        scorer=None if setup.overrides.reward or scores_itself(setup.config) else scorer,
     )
     elsewhere = ("memory", "snapshot") if next(model.parameters()).is_meta else ()  # that of other machines
     for finding in findings:
