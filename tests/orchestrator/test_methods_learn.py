@@ -45,14 +45,14 @@ def learn(name: str, folder: Path, steps: int, **algorithm: Any) -> list[dict[st
     }
     tree["training"] |= {"tokens_per_micro_batch": 4096, "warmup_steps": 2, "weight_decay": 0.0}
     tokenizer = make_tokenizer()
-    inputs = RunOverrides(model=make_model(0, len(tokenizer)), tokenizer=tokenizer, rows=PROMPTS, reward=sevens)
+    inputs = RunOverrides(model=make_model(0, len(tokenizer)), tokenizer=tokenizer, rows=PROMPTS * 4, reward=sevens)
     run_experiment(build_config(tree), QuietListener(), inputs)
     return steps_of(folder)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_each_method_learns(tmp_path: Path, name: str) -> None:
-    found = [step["reward/mean"] for step in learn(name, tmp_path, 24)]
+    found = [step["reward/mean"] for step in learn(name, tmp_path, 12)]
     print(name, [round(value, 3) for value in found])
     assert fmean(found[-3:]) > fmean(found[:3]) + 0.1
 
