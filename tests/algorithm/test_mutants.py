@@ -130,7 +130,6 @@ MUTANTS = [
     ("gae.py", "old + (values - old).clamp(-clip, clip) - returns", "(values - old).clamp(-clip, clip) - returns"),
     ("gae.py", "return plain / 2", "return plain"),
     ("gae.py", "torch.where(mask, values, inputs.old)", "values"),
-    ("gae.py", "clipped = mask & ", "clipped = "),
     # kl
     ("kl.py", "d = logprobs - reference", "d = reference - logprobs"),
     ("kl.py", "d.square() / 2", "d.square()"),

@@ -200,6 +200,13 @@ PLANTED: dict[str, tuple[str, int, str, Plant]] = {
     "server is down": ("failing reward", 1, "33% of the scores", lambda n: {"reward/errors": 1.0}),
     "one of eight fails": ("failing reward", 3, "12% of the scores", lambda n: {"reward/errors": 0.125}),
     "leaves the reference": ("KL blow-up", 6, "to the initial policy", lambda n: {"kl/reference": 0.05 * 2.2**n}),
+    "worse than a constant": (
+        "blind critic",
+        10,
+        "variance of the returns",
+        lambda n: {"critic/explained_variance": -0.1},
+    ),
+    "a head that was not zeroed": ("cold critic", 3, "gradient norm is 950", lambda n: {"critic/grad_norm": 950.0}),
     "steps too large": ("KL blow-up", 2, "over the updates", lambda n: {"kl/proximal": 0.5}),
     "half is clipped": ("clipping", 2, "50% of the loss tokens", lambda n: {"clip/low": 0.2, "clip/high": 0.3}),
 }
@@ -427,7 +434,7 @@ def test_a_rule_reads_only_what_it_says() -> None:
             if name != rule.name:
                 continue
             steps = [HEALTHY] * QUIET + [HEALTHY | dict(plant(n)) for n in range(10)]
-            kept = [{key: step[key] for key in rule.reads} for step in steps]
+            kept = [{key: step.get(key) for key in rule.reads} for step in steps]
             whole, part = (alarms.History(h[:FIRST], h, CONFIG) for h in (steps, kept))
             assert rule.find(whole) == rule.find(part)
 

@@ -28,7 +28,7 @@ def sevens(prompt: str, response: str) -> Reward:
     return Reward(count >= 2, count / max(len(response), 1))
 
 
-def learn(name: str, folder: Path, steps: int, **algorithm: Any) -> list[dict[str, Any]]:
+def learn(name: str, folder: Path, steps: int, rate: float = 1e-3, **algorithm: Any) -> list[dict[str, Any]]:
     """A run with the algorithm of a preset on an untrained model, 128 samples a step; its metrics."""
     preset = load_config(FOLDER / f"{name}.yaml")
     given = preset.algorithm.model_dump() | {"overlong_buffer": {"enable": False}} | algorithm
@@ -40,27 +40,26 @@ def learn(name: str, folder: Path, steps: int, **algorithm: Any) -> list[dict[st
         "data": {"template": "plain", "max_prompt_length": 8},
         "algorithm": given,
         "rollout": {"prompts_per_step": groups, "samples_per_prompt": each, "max_response_length": 12},
-        "training": {"steps": steps, "groups_per_update": groups // updates, "learning_rate": 1e-3},
+        "training": {"steps": steps, "groups_per_update": groups // updates, "learning_rate": rate},
         "run": {"dir": str(folder), "resources_every_s": 0},
     }
     tree["training"] |= {"tokens_per_micro_batch": 4096, "warmup_steps": 2, "weight_decay": 0.0}
     tokenizer = make_tokenizer()
-    inputs = RunOverrides(model=make_model(0, len(tokenizer)), tokenizer=tokenizer, rows=PROMPTS, reward=sevens)
+    inputs = RunOverrides(model=make_model(0, len(tokenizer)), tokenizer=tokenizer, rows=PROMPTS * 4, reward=sevens)
     run_experiment(build_config(tree), QuietListener(), inputs)
     return steps_of(folder)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_each_method_learns(tmp_path: Path, name: str) -> None:
-    found = [step["reward/mean"] for step in learn(name, tmp_path, 24)]
+    found = [step["reward/mean"] for step in learn(name, tmp_path, 12)]
     print(name, [round(value, 3) for value in found])
     assert fmean(found[-3:]) > fmean(found[:3]) + 0.1
 
 
 def test_ppo_with_an_adaptive_kl_holds_its_target(tmp_path: Path) -> None:
-    """Mean over the last steps within 30%. Without the KL the policy goes many times as far (measured in the same)."""
-    kl = {"mode": "reward", "estimator": "k1", "coef": 0.05, "target": 0.05, "horizon": 1000}
-    steps = learn("ppo", tmp_path / "held", 60, kl=kl)
-    reached = fmean(step["kl/reference"] for step in steps[-20:])
+    """Nats per token, as the mean over the last steps: within 30%. Without the term the policy goes on."""
+    kl = {"mode": "reward", "estimator": "k1", "coef": 0.1, "target": 0.1, "horizon": 200}
+    steps = learn("ppo", tmp_path / "held", 40, rate=3e-4, kl=kl)
     print([(round(s["kl/reference"], 3), round(s["kl/coef"], 3)) for s in steps if "kl/reference" in s])
-    assert reached == pytest.approx(0.05, rel=0.3)
+    assert fmean(step["kl/reference"] for step in steps[-15:]) == pytest.approx(0.1, rel=0.3)

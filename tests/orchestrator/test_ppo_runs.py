@@ -95,6 +95,8 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
     given = of(**{"algorithm.filter_groups.enable": True, "rollout.samples_per_prompt": 2})
     assert given.filter_groups.enable
     assert of(**{"algorithm.filter_groups.metric": "score"}).filter_groups.metric == "score"
+    with pytest.raises(ConfigError, match="filter_groups"):
+        of(**{"algorithm.filter_groups": "on"})
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,6 @@ class ValueObjective:
         mask = inputs.weights != 0
         kept = torch.where(mask, values, inputs.old)  # those beside the loss may be anything
         losses = torch.where(mask, value_losses(kept, inputs.old, inputs.returns, self.clip), 0)
-        clipped = mask & ((kept - inputs.old).abs() > (float("inf") if self.clip is None else self.clip))
+        clipped = (kept - inputs.old).abs() > (float("inf") if self.clip is None else self.clip)
         told = {"loss": losses, "clipped": clipped, "values": kept, "returns": inputs.returns}
         return (inputs.weights * losses).sum(), {f"critic/{name}": average(value, mask) for name, value in told.items()}

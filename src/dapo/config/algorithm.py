@@ -133,9 +133,10 @@ class AlgorithmConfig(Section):
         if not isinstance(data, dict) or data.get("kind") != "ppo":
             return data
         implied: dict[str, dict[str, Any]] = {"filter_groups": {"enable": False}}
-        kl = data.get("kl")
-        if isinstance(kl, dict) and kl.get("mode") == "reward":
+        if isinstance(data.get("kl"), dict) and data["kl"].get("mode") == "reward":
             implied["kl"] = {"estimator": "k1"}
-        given = {name: data.get(name) for name in implied}
-        merged = {name: implied[name] | (given[name] or {}) for name in implied if not isinstance(given[name], bool)}
-        return data | {name: value for name, value in merged.items() if isinstance(given[name], dict | None)}
+        for name, values in implied.items():
+            given = data.get(name)
+            if given is None or isinstance(given, dict):  # what else it may be is judged by its section
+                data = {**data, name: values | (given or {})}
+        return data

@@ -195,8 +195,8 @@ def nearest_key(key: str, root: type[BaseModel] = Config) -> str:
         return f"did you mean {named[0]}?" if said.startswith("did you mean") and len(named) == 1 else said
     known = all_keys(root)
     own_name = bool(parents) and ".".join(parents) not in known  # below a name that the user gave
-    deepest_first = sorted(reversed(known), key=lambda k: -k.count("."))  # so that of two the plainer one is meant
-    everywhere = {k.rpartition(".")[2]: k for k in deepest_first if not own_name}
+    by_depth = sorted(known, key=lambda k: k.count("."))  # of two of one name the plainer is meant
+    everywhere = {k.rpartition(".")[2]: k for k in reversed(by_depth) if not own_name}
     for names, cutoff in ((everywhere, 1.0), (siblings, 0.6 if parents else 0.75), (everywhere, 0.85)):
         for near in difflib.get_close_matches(last, names, n=1, cutoff=cutoff):
             return f"did you mean {names[near]}?"

@@ -252,8 +252,8 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
         )
     if algorithm.critic.share_backbone and (algorithm.critic.model is not None or lora):
         yield (
-            "algorithm.critic.share_backbone: is a head on the backbone of a policy that is trained whole; leave critic.model "
-            "and model.lora out, or use share_backbone=false"
+            "algorithm.critic.share_backbone: is a head on the backbone of a policy that is trained whole; leave "
+            "critic.model and model.lora out, or use share_backbone=false"
         )
 
 
