@@ -83,11 +83,9 @@ def serve(
             raise ConfigError("--adapter: two have the same name")
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            journal = Journal(live, redact) if live else None
             load = functools.partial(load_served, model, listener, adapters=adapters, **more)
-            asyncio.run(
-                serve_app(load, address, limits, drain_s=drain_s, say=say, weights_dir=weights_dir, journal=journal)
-            )
+            how: dict[str, Any] = {"weights_dir": weights_dir, "journal": Journal(live, redact) if live else None}
+            asyncio.run(serve_app(load, address, limits, drain_s=drain_s, say=say, **how))
 
 
 def _adapter(given: str) -> tuple[str, str]:
