@@ -168,6 +168,11 @@ class Sample:
         return self._of(turn for turn in self.turns if not turn.cut)
 
     @property
+    def loss_tokens(self) -> int:
+        """How many tokens of it, all sequences of an episode counted, are in the loss."""
+        return sum(int(part.loss_mask.sum()) for part in self.parts) if self.in_loss else 0
+
+    @property
     def version_range(self) -> tuple[int, int] | None:
         """The oldest and the newest policy version of its tokens; None: it has none."""
         found = np.concatenate([part.versions[part._of(part.turns)] for part in self.parts])

@@ -14,7 +14,7 @@ from dapo.config.data import ProposerConfig
 from dapo.data.proposer import Proposer
 from dapo.data.source import load_prompts
 from dapo.records import Group, Prompt, Reward, Sample
-from run_cases import PROMPTS, run, steps_of
+from run_cases import run, steps_of, text_sum
 
 HELD = "How many marbles does the oldest of the three brothers have after he gave away half of all of them"
 ONE = np.zeros(1, np.int32)
@@ -130,7 +130,9 @@ def test_a_resumed_run_draws_what_was_taken_and_takes_none_of_it_again():
 
 def test_a_program_of_the_users_may_check_and_draws_are_a_share(tmp_path):
     (tmp_path / "check.py").write_text("def even(prompt, answer):\n    return int(answer) % 2 == 0\n")
-    one = proposer(Model([sums(*((k, 1) for k in range(8)))] * 9), verify=f"{tmp_path}/check.py:even", share=0.5, max_requests=1)
+    one = proposer(
+        Model([sums(*((k, 1) for k in range(8)))] * 9), verify=f"{tmp_path}/check.py:even", share=0.5, max_requests=1
+    )
     one.take()
     one._request.result()
     rows = [{"prompt": f"p{k}", "answer": k} for k in range(30)]
@@ -139,6 +141,11 @@ def test_a_program_of_the_users_may_check_and_draws_are_a_share(tmp_path):
     made = [prompt for prompt in drawn if prompt.row >= 30]
     assert [(p.text, p.answer) for p in made] == [("3+1=", "4"), ("5+1=", "6"), ("7+1=", "8")]  # 1+1= is known
     assert source.metrics()["proposer/wrong"] == 4
+
+
+def slow(prompt, response):
+    time.sleep(0.005)
+    return text_sum(prompt, response)
 
 
 def test_a_run_with_a_proposer_behind_the_openai_protocol(tmp_path):
@@ -161,9 +168,9 @@ def test_a_run_with_a_proposer_behind_the_openai_protocol(tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     keys = {"data.proposer": {"url": f"http://127.0.0.1:{server.server_port}/v1", "share": 0.5, "model": "m"}}
     try:
-        run(tmp_path / "run", keys | {"training.steps": 6}, reward=lambda *of: time.sleep(0.01) or len(of[1]) % 2 == 0)
+        run(tmp_path / "run", keys | {"training.steps": 4}, reward=slow)
     finally:
         server.shutdown()
     last = steps_of(tmp_path / "run")[-1]
     assert set(numbers) == {"m"} and last["proposer/drawn"] > 0 and last["proposer/accepted"] > 0
-    assert 0 <= last["proposer/reward"] <= 1 and len(PROMPTS) == 40
+    assert 0 <= last["proposer/reward"] <= 1

@@ -100,12 +100,13 @@ def with_advantages(group: Group, *, kind: str | Estimator, epsilon: float = 1e-
     return replace(group, samples=tuple(samples))
 
 
-def normalised(groups: Sequence[Group], loss_tokens: Sequence[int], epsilon: float = 1e-6) -> list[Group]:
+def normalised(groups: Sequence[Group], epsilon: float = 1e-6) -> list[Group]:
     """Copies of ``groups`` whose advantages have mean 0 and deviation 1 over the loss tokens of all of them:
-    REINFORCE++ with a baseline (arXiv 2501.03262), where the groups are a whole rollout.
-    ``loss_tokens``: of each scored sample, in order."""
-    values = torch.tensor([s.advantage for g in groups for s in g.scored], dtype=torch.float64)
-    scaled = iter(whiten(values.repeat_interleave(torch.as_tensor(loss_tokens)), epsilon, of=values).tolist())
+    REINFORCE++ with a baseline (arXiv 2501.03262), where the groups are a whole rollout."""
+    scored = [sample for group in groups for sample in group.scored]
+    values = torch.tensor([sample.advantage for sample in scored], dtype=torch.float64)
+    tokens = torch.tensor([sample.loss_tokens for sample in scored], dtype=torch.int64)
+    scaled = iter(whiten(values.repeat_interleave(tokens), epsilon, of=values).tolist())
     return [
         replace(g, samples=tuple(replace(s, advantage=next(scaled)) if s.scored else s for s in g.samples))
         for g in groups

@@ -94,11 +94,11 @@ def serve(
         rankers = _named("--ranker", ranker, "taste=runs/reward-model")
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            journal = Journal(live, redact) if live else None
             load = functools.partial(load_served, model, listener, adapters=adapters, **more)
             found = load_rankers(rankers, calibrations)
             how: dict[str, Any] = {"drain_s": drain_s, "say": say, "weights_dir": weights_dir, "rankers": found}
-            asyncio.run(serve_app(load, address, limits, journal=journal, **how))
+            how["journal"] = Journal(live, redact) if live else None
+            asyncio.run(serve_app(load, address, limits, **how))
 
 
 def _named(option: str, given: list[str] | None, example: str) -> dict[str, str]:

@@ -231,8 +231,19 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
         yield f"algorithm.kl.reference: {reference} does not go with runtime.kind={config.runtime.kind}" + (
             f" and model.lora.rank={config.model.lora.rank}; {works}"
         )
+    environment, batch = config.environment, algorithm.advantage.kind == "batch-norm"
+    if environment.credit == "turn" and (batch or algorithm.kind == "ppo"):
+        yield (
+            "environment.credit: turn compares the turns of one prompt's episodes, and "
+            f"{'algorithm.advantage.kind=batch-norm all samples' if batch else 'algorithm.kind=ppo nothing'}; use outcome"
+        )
     if algorithm.kind != "ppo":
         return
+    if environment.on:
+        yield (
+            "algorithm.kind: ppo knows no turns: its critic would value what an environment says as if the model had "
+            "chosen it; use kind=group with an environment"
+        )
     if apart:
         yield "algorithm.kind: ppo trains in one process; use runtime.kind=local, or kind=group"
     if algorithm.objective == "gspo":

@@ -74,7 +74,8 @@ class Beside:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._made = state["made"]
         for side in self._sides:
-            side.load_state(state[side.kind])
+            if side.kind in state:
+                side.load_state(state[side.kind])
 
 
 def _of(group: Group) -> Any:

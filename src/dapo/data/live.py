@@ -49,7 +49,8 @@ class LiveRows:
         self._read()
         while self._ready:
             entry = self._ready.popleft()
-            if self._is_stale(entry):
+            if self._is_old(entry):
+                self._counts["expired"] += 1
                 continue
             self._counts["drawn"] += 1
             meta = {key: value for key, value in entry.items() if key not in ("prompt", "answer")}
@@ -67,11 +68,6 @@ class LiveRows:
         self._counts["bad"] += 1
         if self._counts["bad"] <= SHOWN_FAULTS:
             self._warn(f"data.live: {self._file}: {fault}: it is skipped")
-
-    def _is_stale(self, entry: Mapping[str, Any]) -> bool:
-        stale = self._is_old(entry)
-        self._counts["expired"] += stale
-        return stale
 
     def _read(self) -> None:
         """Take in the lines that are whole. A file that was cut is read from its beginning."""

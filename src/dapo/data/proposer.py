@@ -12,8 +12,9 @@ import asyncio
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from dapo.config.data import ProposerConfig
@@ -25,6 +26,7 @@ from dapo.records import Group
 from dapo.util.files import json_line
 from dapo.util.user_code import load_named
 
+Proposals = list[tuple[str, dict[str, str]]]
 Ask = Callable[[str], str]
 """What the model says to a message. Raises an error: nothing."""
 
@@ -81,9 +83,7 @@ class Proposer:
         self._counts: Counter[str] = Counter()
         self._rewards: deque[float] = deque(maxlen=100)
         self._fruitless = 0
-        self._thread, self._request = ThreadPoolExecutor(1, "dapo-proposer"), None
-
-    _request: Future[list[tuple[str, dict[str, str]]]] | None
+        self._request: Future[Proposals] | None = None
 
     def take(self) -> Row | None:
         """The next proposal; None: none is ready. Never waits."""
@@ -93,7 +93,8 @@ class Proposer:
         over = self._counts["asked"] >= self._config.max_requests or self._fruitless >= _FRUITLESS
         if self._request is None and not over and len(self._ready) < _AHEAD:
             self._counts["asked"] += 1
-            self._request = self._thread.submit(self._propose)
+            self._request = Future()
+            Thread(target=self._work, args=[self._request], name="dapo-proposer", daemon=True).start()
         if not self._ready:
             return None
         found = self._ready.popleft()
@@ -102,12 +103,19 @@ class Proposer:
     def refuse(self, fault: str) -> None:
         self._counts["bad"] += 1
 
-    def _propose(self) -> list[tuple[str, dict[str, str]]]:
-        """What became of each proposal of one reply, and the proposal. In the thread."""
+    def _work(self, request: Future[Proposals]) -> None:
+        """In a thread that the end of the process does not wait for."""
+        try:
+            request.set_result(self._propose())
+        except Exception as error:
+            request.set_exception(error)
+
+    def _propose(self) -> Proposals:
+        """What became of each proposal of one reply, and the proposal."""
         shown = [json.dumps({"prompt": prompt, "answer": answer}) for _, prompt, answer in self._best]
         examples = "\n".join(["Good ones were:", *shown]) if shown else ""
         reply = self._ask(_PROPOSE.format(count=4, examples=examples))
-        found, taken = list[tuple[str, dict[str, str]]](), set[int]()
+        found, taken = Proposals(), set[int]()
         for line in [line for line in reply.splitlines() if line.strip().startswith("{")][:8]:
             try:
                 said = json.loads(line)
@@ -131,7 +139,7 @@ class Proposer:
         wanted = number_of(answer)
         return all(said == answer or (wanted is not None and number_of(said) == wanted) for said in replies)
 
-    def _hear(self, request: Future[list[tuple[str, dict[str, str]]]]) -> None:
+    def _hear(self, request: Future[Proposals]) -> None:
         fault = request.exception()
         for what, one in [("failed", {})] if fault else request.result():
             self._counts[what] += 1

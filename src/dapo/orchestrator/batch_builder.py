@@ -82,7 +82,7 @@ class BatchBuilder:
     def shape(self, groups: Sequence[Group]) -> list[Group]:
         """The groups of a rollout with shaped rewards and advantages from their raw rewards, no KL in them."""
         shaped = list(map(self._shaped, groups))
-        return self._with_advantages(shaped, [s.length * s.in_loss for g in shaped for s in g.scored])
+        return self._with_advantages(shaped)
 
     def finish(
         self, groups: Sequence[Group], batch: TokenBatch, version: int | None = None
@@ -111,8 +111,7 @@ class BatchBuilder:
             return shaped, batch.with_columns(**columns)
         if self.config.algorithm.kl.mode == "reward":
             shaped = list(self._take_kl_off(shaped, batch))
-        loss_tokens = np.bincount(batch.sample_ids, batch.mask, batch.num_samples).astype(int).tolist()
-        shaped = self._with_advantages(shaped, loss_tokens)
+        shaped = self._with_advantages(shaped)
         return shaped, batch.with_columns(advantages=advantage_column(shaped))
 
     def minibatches(self, batch: TokenBatch, start: int = 0) -> Iterator[tuple[int, TokenBatch]]:
@@ -158,13 +157,13 @@ class BatchBuilder:
             filter_truncated=algorithm.overlong_filtering,
         )
 
-    def _with_advantages(self, groups: Sequence[Group], loss_tokens: Sequence[int]) -> list[Group]:
+    def _with_advantages(self, groups: Sequence[Group]) -> list[Group]:
         advantage = self.config.algorithm.advantage
         kind, epsilon = self._own or advantage.kind, advantage.epsilon
         found = [with_advantages(group, kind=kind, epsilon=epsilon) for group in groups]
         if self.config.environment.credit == "turn":
             return [with_turn_advantages(group, kind=kind, epsilon=epsilon) for group in found]
-        return normalised(found, loss_tokens, epsilon) if kind in OVER_THE_BATCH else found
+        return normalised(found, epsilon) if kind in OVER_THE_BATCH else found
 
     def _take_kl_off(self, groups: Sequence[Group], batch: TokenBatch) -> Iterator[Group]:
         """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""

@@ -228,6 +228,10 @@ def _numbers(arrays: TokenArrays | None, span: slice, length: int) -> tuple[Any,
     return arrays.token_ids[span], arrays.logprobs[span], arrays.versions[span]
 
 
+def _float(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
 def _sample(line: Mapping[str, Any], token_ids: Any, logprobs: Any, versions: Any) -> Sample:
     return Sample(
         request_id=line["draw"],
@@ -238,7 +242,8 @@ def _sample(line: Mapping[str, Any], token_ids: Any, logprobs: Any, versions: An
         finish_reason=line["finish_reason"],
         text=line["response"],
         reward=stored_reward(line),
-        **{name: math.nan if line[name] is None else float(line[name]) for name in ("shaped_reward", "advantage")},
+        shaped_reward=_float(line["shaped_reward"]),
+        advantage=_float(line["advantage"]),
         in_loss=line["in_loss"],
         **episode_of(line),
     )
