@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import dapo.orchestrator.experiment
+import dapo.orchestrator.kept_run
 from dapo.algorithm.objective import DapoObjective
 from dapo.commands import app
 from dapo.commands.report.content import sections_of
@@ -235,7 +235,7 @@ def fails(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 
 def test_a_kill_while_changes_are_recorded_records_each_once(two: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="cannot be written"):
-        fails(patch, dapo.orchestrator.experiment, "write_json")
+        fails(patch, dapo.orchestrator.kept_run, "write_json")
         go_on(two, "training.steps=3", "training.learning_rate=1e-3")
     go_on(two)  # config.yaml has them already
     assert changes_of(two) == [SAID, "step 3: training.steps 2 -> 3"]

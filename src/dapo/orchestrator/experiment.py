@@ -29,6 +29,7 @@ from dapo.observe.checkpoints import CheckpointId
 from dapo.observe.index import forget_steps
 from dapo.observe.indexing import BackgroundIndex
 from dapo.observe.progress import Listener
+from dapo.observe.resources import ResourceRecorder
 from dapo.observe.samples import discard_samples
 from dapo.observe.spans import discard_spans
 from dapo.orchestrator.build import Rewards, Setup, examine
@@ -169,13 +170,13 @@ class Experiment(KeptRun):
         if self.state.step is None:  # otherwise they are published once its updates are done
             await self.roles.push(self.roles.engine)
 
-    async def _begin(self, kept: int | None) -> dict[str, Any]:
+    async def _begin(self, kept: int | None, resources: ResourceRecorder | None) -> dict[str, Any]:
         if kept is not None:
             discard_samples(self.folder.samples, after=kept)
             forget_steps(self.folder.samples, after=kept)
             discard_spans(self.folder.spans, after=kept)
         heard, seen, resumed = self.listener, self.rewards.monitor, self.state.step is not None
-        where = self.config, self.folder, self.metrics, self._index, self.resources
+        where = self.config, self.folder, self.metrics, self._index, resources
         self.recorder = Recorder(*where, heard, seen, self.alarms, self.state, self.roles, resumed)
         if kept is None or kept < 0:
             if self.roles.engine.version < self.roles.learner.version:  # of an engine elsewhere, which has others

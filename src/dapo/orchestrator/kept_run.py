@@ -49,7 +49,6 @@ class KeptRun(abc.ABC):
     folder: RunFolder
     alarms: Alarms
     checkpointer: Checkpointer
-    resources: ResourceRecorder | None
     metrics: MetricsLog
 
     def __init__(self, setup: Any, listener: Listener) -> None:
@@ -102,7 +101,7 @@ class KeptRun(abc.ABC):
         Returns what goes into the record of the start beside the settings."""
 
     @abc.abstractmethod
-    async def _begin(self, kept: int | None) -> dict[str, Any]:
+    async def _begin(self, kept: int | None, resources: ResourceRecorder | None) -> dict[str, Any]:
         """Of a run without a checkpoint keep the weights before the first update, and see how good they are. ``kept``:
         the last step whose metrics stay, -1: none; None: of a new run. Returns what is told of the run."""
 
@@ -142,13 +141,13 @@ class KeptRun(abc.ABC):
             settings = redact(config.model_dump(mode="json"))  # with the changes that led to them, in one write
             begun = {**self.fingerprint, "settings": settings, "in_memory": given.in_memory, **beside}
             write_json(folder.fingerprint, begun)
-        self.resources = make_recorder(folder.resources, config.run.resources_every_s, self.look)
-        if self.resources is not None:
-            self._closing.callback(self.resources.close)
-        looks = self.resources.latest if self.resources else list
+        resources = make_recorder(folder.resources, config.run.resources_every_s, self.look)
+        if resources is not None:
+            self._closing.callback(resources.close)
+        looks = resources.latest if resources else list
         trackers = make_trackers(config, folder, kept, tell, looks, given.trackers)
         self.metrics = self._closing.enter_context(MetricsLog(folder.metrics, kept, trackers))
-        told = await self._begin(kept)
+        told = await self._begin(kept, resources)
         if self.state.steps_done and self.state.budget.used_up:
             budget = self.state.budget
             self.listener.phase(f"{budget.reason()}; to go on: {budget.how_to_go_on()}")

@@ -30,6 +30,7 @@ from dapo.model.loading import load_tokenizer
 from dapo.model.placement import device_of, set_threads
 from dapo.observe.fingerprint import fingerprint_tokenizer
 from dapo.observe.progress import Listener
+from dapo.observe.resources import ResourceRecorder
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import is_run
 from dapo.observe.trackers import check_trackers
@@ -183,7 +184,8 @@ class StageRun(KeptRun):
             await self.checkpointer.load(latest)
         return {}
 
-    async def _begin(self, kept: int | None) -> dict[str, Any]:
+    async def _begin(self, kept: int | None, resources: ResourceRecorder | None) -> dict[str, Any]:
+        self._resources = resources
         if kept is None or kept < 0:
             await self.checkpointer.models.write_before()
             if found := await self._evaluate("before training", 0):
@@ -274,7 +276,7 @@ class StageRun(KeptRun):
             "tokens_per_second/update": report.tokens / update if update else 0.0,
             "memory/rss": peak_memory(),
             **found,
-            **(self.resources.step_means() if self.resources is not None else {}),
+            **(self._resources.step_means() if self._resources is not None else {}),
         }
         count, alarms = self.alarms.observe(after.steps, metrics)
         for warning in [*alarms, *([f"the update was skipped: {report.skipped}"] if report.skipped else [])]:
