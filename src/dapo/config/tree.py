@@ -231,15 +231,14 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
         yield f"algorithm.kl.reference: {reference} does not go with runtime.kind={config.runtime.kind}" + (
             f" and model.lora.rank={config.model.lora.rank}; {works}"
         )
-    environment, batch = config.environment, algorithm.advantage.kind == "batch-norm"
-    if environment.credit == "turn" and (batch or algorithm.kind == "ppo"):
+    if config.environment.credit == "turn" and algorithm.advantage.kind == "batch-norm":
         yield (
-            "environment.credit: turn compares the turns of one prompt's episodes, and "
-            f"{'algorithm.advantage.kind=batch-norm all samples' if batch else 'algorithm.kind=ppo nothing'}; use outcome"
+            "environment.credit: turn compares the turns of one prompt's episodes, and algorithm.advantage.kind="
+            "batch-norm all samples of a step; use credit=outcome, or kind=group-mean"
         )
     if algorithm.kind != "ppo":
         return
-    if environment.on:
+    if config.environment.on:
         yield (
             "algorithm.kind: ppo knows no turns: its critic would value what an environment says as if the model had "
             "chosen it; use kind=group with an environment"
