@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from dapo.commands.shared.output import status_line
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
+    from dapo.checks.checklist import Entry
     from dapo.checks.context import Finding
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
@@ -44,14 +46,8 @@ def doctor(
         from dapo.checks.checklist import examine
         from dapo.checks.context import as_json as told
         from dapo.checks.context import exit_code, not_checked, summary
-        from dapo.config.plan import existing_recipe
-        from dapo.config.stages import stage_named
 
-        stage, checks = stage_named(existing_recipe(recipe)), None
-        if stage is not None:
-            from dapo.stages.checks import entries
-
-            checks = entries()
+        stage, checks = _of_stage(recipe)
         console = Terminal()
         table = console.is_terminal and not as_json
         findings: list[Finding] = []
@@ -82,6 +78,17 @@ def doctor(
         code = exit_code(findings)
         if code:
             raise typer.Exit(code)
+
+
+def _of_stage(recipe: Path) -> tuple[str | None, Sequence[Entry] | None]:
+    from dapo.config.plan import existing_recipe
+    from dapo.config.stages import stage_named
+
+    if (stage := stage_named(existing_recipe(recipe))) is None:
+        return None, None
+    from dapo.stages.checks import entries
+
+    return stage, entries()
 
 
 def _is_shown(finding: Finding, quiet: bool) -> bool:

@@ -57,9 +57,8 @@ def plan(
         from dapo.config.stages import load_stage, stage_named
         from dapo.plan.estimate import Assumed, cluster_of
 
-        config: Any
         if (stage := stage_named(existing_recipe(recipe))) is not None:
-            config = load_stage(stage, recipe, overrides or ())
+            config: Any = load_stage(stage, recipe, overrides or ())
             limits, filters = (config.data.max_length / 2,) * 2, False
         else:
             config = load_config(recipe, overrides or ())
@@ -72,10 +71,7 @@ def plan(
             reward_s=reward_s,
         )
         found = planned(config, cluster or cluster_of(config), assumed, price)
-        if as_json:
-            print_json(found)
-        else:
-            print_lines(_lines(found))
+        print_json(found) if as_json else print_lines(_lines(found))
         if not found["fits"]:
             raise typer.Exit(1)
 
