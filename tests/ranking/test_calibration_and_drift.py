@@ -218,18 +218,22 @@ def test_evaluate_tells_of_drift_of_a_ranker(recipe: Path, tmp_path: Path) -> No
     assert "takes about" in told[-1] and "made with 400" in told[-1]
 
 
-def test_thumbs_and_edits_of_a_served_model_become_pairs(tmp_path: Path) -> None:
-    said = [("good", {"thumbs": 1}), ("good", {"thumbs": 1}), ("bad", {"thumbs": -1}), ("bad", {"edit": "better"})]
-    lines: list[dict[str, Any]] = [{"id": one, "prompt": "p", "response": one, "time": 0} for one in ("good", "bad")]
-    lines += [{"id": one, "feedback": feedback, "time": k} for k, (one, feedback) in enumerate(said)]
-    lines += [{"id": "posted", "prompt": "q"}, {"id": "posted", "feedback": {"thumbs": 1}}]  # without a response
-    lines += [{"id": "forgotten", "feedback": {"thumbs": -1}}]
+def test_thumbs_become_pairs_with_who_and_when(tmp_path: Path) -> None:
+    thumbs = [
+        ("p", "good", "up", "ana"),
+        ("p", "bad", "down", "bo"),
+        ("p", "worse", "down", "bo"),
+        ("q", "x", "up", "ana"),
+    ]
+    lines = [{"prompt": p, "response": r, "thumb": t, "who": w, "time": k} for k, (p, r, t, w) in enumerate(thumbs)]
     out = tmp_path / "pairs.jsonl"
-    assert run("votes", write(tmp_path / "live.jsonl", lines), "--output", out)[0].startswith("2 pairs")
-    pairs = [{"chosen": "good", "rejected": "bad", "time": 2}, {"chosen": "better", "rejected": "bad", "time": 3}]
-    assert [json.loads(line) for line in out.read_text().splitlines()] == [{"prompt": "p"} | one for one in pairs]
+    assert run("votes", write(tmp_path / "thumbs.jsonl", lines), "--output", out)[0].startswith(
+        "1 pairs of an up and a down"
+    )
+    pair = {"prompt": "p", "chosen": "good", "rejected": "bad", "chosen_who": "ana", "chosen_time": 0}
+    assert json.loads(out.read_text()) == pair | {"rejected_who": "bo", "rejected_time": 1}
     done = CliRunner().invoke(app, ["votes", str(write(tmp_path / "bad.jsonl", [{"prompt": "p"}]))])
-    assert done.exit_code and "bad.jsonl:1: not a line of" in " ".join(done.output.split())
+    assert done.exit_code and "bad.jsonl:1: not a thumb" in " ".join(done.output.split())
 
 
 def test_four_bits_need_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,31 +17,29 @@ if TYPE_CHECKING:
 
 
 def votes(
-    run: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Run folder, or a file of dapo serve --live.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Run folder, or a file of thumbs.")],
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write preference pairs (prompt, chosen, rejected) there, as JSON lines."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Say which of a run's models people prefer, by the votes that were cast in dapo ui. Of a file that dapo serve --live
-    wrote only pairs are made, of thumbs and edits.
+    """Say which of a run's models people prefer, by the votes that were cast in dapo ui. Of a file of thumbs (prompt,
+    response, thumb up or down, and who, time, model) only pairs are made.
 
     The interval is of 95%, over the votes that found one answer better than the other.
     """
     with errors_for_people(debug):
         from dapo.commands.inspect.tables import columns
-        from dapo.evaluation.votes import feedback_pairs, preference_pairs, read_votes, tallies, write_pairs
+        from dapo.evaluation.votes import preference_pairs, read_votes, tallies, thumb_pairs, write_pairs
         from dapo.observe.run_view import RunView
 
-        if run.is_file():
-            pairs = list(feedback_pairs(run))
-            print(f"{len(pairs)} pairs of thumbs and edits" + (f" in {output}" if output else ""))
+        if run.is_file():  # thumbs
+            pairs = list(thumb_pairs(run))
+            print(f"{len(pairs)} pairs of an up and a down" + (f" in {output}" if output else ""))
             if output is not None:
                 write_pairs(pairs, output)
             return
-        if run.suffix == ".jsonl" and not run.exists():
-            raise UserError(f"{run}: no such file")
         root = RunView.read(run).folder.root
         found = read_votes(root)
         if not found:

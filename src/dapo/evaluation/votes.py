@@ -122,29 +122,32 @@ def preference_pairs(votes: Sequence[Vote]) -> Iterator[dict[str, Any]]:
             yield {**texts, **models, "who": vote.who, "time": vote.time}
 
 
-def feedback_pairs(file: Path) -> Iterator[dict[str, Any]]:
-    """Pairs from what ``dapo serve --live`` wrote: an edit against the response, and for each prompt a response with a
-    thumb up against one with a thumb down, oldest first, each once.
-    Raises UserError: the file cannot be read, or a line is neither a prompt nor feedback on one."""
-    asked, waiting, number = dict[str, dict[str, Any]](), dict[str, dict[int, list[dict[str, Any]]]](), 0
+def thumb_pairs(file: Path) -> Iterator[dict[str, Any]]:
+    """Pairs of an up and a down for the same prompt, oldest first, each response once. A line has ``prompt``,
+    ``response`` and ``thumb`` (up or down); what else it has, such as who, time and model, goes along.
+    Raises UserError: a line is no thumb, or the file cannot be read."""
+    waiting, number = dict[str, dict[str, list[dict[str, Any]]]](), 0
     try:
         for line in lines_of(file):
             number, row = number + 1, parse_json(line)
-            said, name = row.get("feedback"), str(row["id"])
-            if said is None:
-                asked[name] = {"prompt": row["prompt"], "response": row.get("response")}
-            elif (of := asked.get(name)) and of["response"] is not None:
-                if (edit := said.get("edit")) is not None and edit != of["response"]:
-                    yield {"prompt": of["prompt"], "chosen": edit, "rejected": of["response"], "time": row.get("time")}
-                mine = waiting.setdefault(json_line(of["prompt"]), {1: [], -1: []})
-                if said.get("thumbs") and of not in mine[said["thumbs"]]:
-                    mine[said["thumbs"]].append(of)
-                if mine[1] and mine[-1]:
-                    up, down = (mine[side].pop(0)["response"] for side in (1, -1))
-                    yield {"prompt": of["prompt"], "chosen": up, "rejected": down, "time": row.get("time")}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            mine = waiting.setdefault(str(row["prompt"]), {"up": [], "down": []})
+            mine[row["thumb"]].append({**row, "response": str(row["response"])})
+            if mine["up"] and mine["down"]:
+                up, down = (mine[side].pop(0) for side in ("up", "down"))
+                more = [
+                    {f"{side}_{key}": value for key, value in one.items() if key not in ("prompt", "response", "thumb")}
+                    for side, one in (("chosen", up), ("rejected", down))
+                ]
+                yield {
+                    "prompt": row["prompt"],
+                    "chosen": up["response"],
+                    "rejected": down["response"],
+                    **more[0],
+                    **more[1],
+                }
+    except (OSError, ValueError, TypeError, KeyError) as error:
         where = file if isinstance(error, OSError) else f"{file}:{number}"
-        raise UserError(f"{where}: not a line of dapo serve --live: a prompt or feedback, with an id") from None
+        raise UserError(f"{where}: not a thumb: a line has prompt, response and thumb (up or down)") from None
 
 
 def write_pairs(pairs: Sequence[Mapping[str, Any]], output: Path) -> int:
