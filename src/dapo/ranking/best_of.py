@@ -12,6 +12,7 @@ from dapo.errors import DataError
 from dapo.evaluation.statistics import Estimate, Values, calibration_error, estimate_means
 from dapo.ranking.rows import Candidates, pairs_of
 from dapo.ranking.score import Scored
+from dapo.util.files import json_line
 
 
 def best_of(scores: Sequence[float], values: Sequence[float], n: int) -> float:
@@ -66,12 +67,13 @@ def agreement(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], se
 
 def least_sure(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], most: int) -> list[dict[str, Any]]:
     """The pairs that a label would teach the ranker most: of each row the two best, those with the least difference of
-    scores first. A row is asked about once."""
-    found: list[dict[str, Any]] = []
+    scores first. What several rows hold is asked about once."""
+    found: dict[str, dict[str, Any]] = {}
     for row, several in zip(rows, scored, strict=True):
         kept = {one.text: one for one in several if one.score is not None}
         two = sorted(kept.values(), key=lambda one: -(one.score or 0.0))[:2]
         if len(two) == 2:
             margin = (two[0].score or 0.0) - (two[1].score or 0.0)
-            found.append({"prompt": row.prompt, "candidates": [one.text for one in two], "margin": margin})
-    return sorted(found, key=lambda one: one["margin"])[:most]
+            texts = [one.text for one in two]
+            found[json_line([row.prompt, texts])] = {"prompt": row.prompt, "candidates": texts, "margin": margin}
+    return sorted(found.values(), key=lambda one: one["margin"])[:most]

@@ -23,6 +23,7 @@ from dapo.config.reading import with_values
 from dapo.config.stages import DPOConfig, RewardModelConfig, load_stage, stage_named
 from dapo.errors import ConfigError, RewardError
 from dapo.inference.found_model import FoundModel, find_model
+from dapo.model.hub import require_at_hand
 from dapo.ranking.rows import Candidates
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher
@@ -166,6 +167,7 @@ def _implicit(found: FoundModel, reference: str | None, overrides: Sequence[str]
         assert isinstance(config, DPOConfig)
         reference, beta = reference or config.model.path, config.dpo.beta
     if reference is None:
+        require_at_hand("ranker", found.path)
         raise ConfigError(
             f"{found.path}: is a language model, and its probabilities alone rank nothing (a likely text is no better "
             "one); give a reward model, or with --reference the policy that DPO began with"
