@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import dapo
 from dapo.data.rows import BadRow, PythonRows
-from dapo.errors import ConfigError, DataError, RewardError
+from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.ranking.best_of import agreement, best_of, best_of_n, least_sure
 from dapo.ranking.rows import Candidates, candidates, read_candidates
 from dapo.ranking.score import Scored, load_ranker, require_scores

@@ -12,7 +12,6 @@ from dapo.errors import DataError
 from dapo.evaluation.statistics import Estimate, Values, calibration_error, estimate_means
 from dapo.ranking.rows import Candidates, pairs_of
 from dapo.ranking.score import Scored
-from dapo.util.files import json_line
 
 
 def best_of(scores: Sequence[float], values: Sequence[float], n: int) -> float:
@@ -75,5 +74,5 @@ def least_sure(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], m
         if len(two) == 2:
             margin = (two[0].score or 0.0) - (two[1].score or 0.0)
             texts = [one.text for one in two]
-            found[json_line([row.prompt, texts])] = {"prompt": row.prompt, "candidates": texts, "margin": margin}
+            found[repr((row.prompt, texts))] = {"prompt": row.prompt, "candidates": texts, "margin": margin}
     return sorted(found.values(), key=lambda one: one["margin"])[:most]
