@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -19,22 +20,23 @@ from dapo.config.reading import with_values
 from dapo.data.parts import open_table
 from dapo.data.rows import plain_value
 from dapo.errors import ConfigError, DataError
-from dapo.evaluation.statistics import RESAMPLES, Estimate
+from dapo.evaluation.statistics import Estimate, estimate_means, estimate_ratio
 from dapo.inference.generate import generate_responses
 from dapo.inference.model import load_prompting
 from dapo.observe.progress import Listener
-from dapo.ranking.best_of import best_of_n
 from dapo.ranking.calibrate import passing
+from dapo.ranking.measures import best_of
 from dapo.ranking.rows import Candidates, read_candidates
-from dapo.ranking.score import Ranker, Scored, best_first, require_scores
-from dapo.ranking.table import interval, score_rows
+from dapo.ranking.score import Scored, best_first, score_rows
+from dapo.reward.contract import Scorer
 from dapo.stages.phases import load_phases, run_phases
 from dapo.util.files import json_line, read_json, write_atomic, write_json
+from dapo.util.pages import Rows, Section, Text, as_markdown
 from dapo.util.shutdown import Shutdown
 
 Method = Literal["sft", "dpo"]
 PHASE = "distilled"
-Load = Callable[[], Ranker]
+Load = Callable[[], Scorer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,6 @@ def distil(
     )
     listener.phase(f"ranking {sum(len(row.texts) for row in train)} samples of {len(train)} prompts")
     scored = score_rows(ranker(), train)
-    require_scores(train, scored)
     rows = _chosen(plan, train, scored)
     write_atomic(plan.folder / "rows.jsonl", map(json_line, rows))
     listener.phase(f"{len(rows)} rows for {plan.method}")
@@ -76,14 +77,12 @@ def distil(
     distilled = with_values(config, {"model.path": str(plan.folder / PHASE / "model-after")})
     after = _sampled(distilled, plan.heldout, plan.folder / "heldout-after.jsonl", listener)
     listener.phase("measuring on held-out prompts")
-    judges = {"ranker": ranker, **({"gold": gold} if gold else {})}
     chosen_by = score_rows(ranker(), heldout)
-    found = {
-        "rows": len(rows),
-        "prompts": len(heldout),
-        "samples": config.evaluation.samples_per_prompt,
-        **{name: _measured(load, heldout, after, chosen_by) for name, load in judges.items()},
-    }
+    found: dict[str, Any] = {"rows": len(rows), "prompts": len(heldout)}
+    found["samples"] = config.evaluation.samples_per_prompt
+    for name, judge in (("ranker", ranker), ("gold", gold)):
+        if judge is not None:
+            found[name] = _measured(judge, heldout, after, chosen_by)
     write_json(plan.folder / "report.json", found)
     write_atomic(plan.folder / "report.md", _report(plan, found))
     return found
@@ -153,45 +152,31 @@ def _measured(
     """Mean scores of one sample, of the best of n by the ranker, and of the distilled policy; and which share of what
     best-of-n gains over one sample the distilled policy has, with a bootstrap interval over prompts."""
     both = score_rows(judge(), [*before, *after])
-    require_scores([*before, *after], both)
-    kept = [
-        (several, [one.score for one in worth], [one.score for one in new if one.score is not None])
-        for several, worth, new in zip(chosen_by, both[: len(before)], both[len(before) :], strict=True)
-    ]
-    columns = []
-    for several, worth, new in kept:
-        usable = [(a, float(w)) for a, w in zip(several, worth, strict=True) if a.score is not None and w is not None]
-        if usable and new:
-            scored, values = [one for one, _ in usable], [worth for _, worth in usable]
-            each = best_of_n([scored], [values], sorted({1, len(scored)}))
-            columns.append([each[1].value, each[len(scored)].value, sum(new) / len(new)])
-    table = np.array(columns)
-    drawn = table[np.random.default_rng(0).integers(0, len(table), (RESAMPLES, len(table)))].mean(axis=1)
-    single, best, distilled = table.mean(axis=0)
-    gains = drawn[:, 1] - drawn[:, 0]
-    shares = (drawn[:, 2] - drawn[:, 0])[gains > 0] / gains[gains > 0]
-    names = ("one_sample", "best_of_n", "distilled")
-    found: dict[str, Any] = {
-        name: asdict(Estimate(float(value), *(float(q) for q in np.quantile(drawn[:, k], [0.025, 0.975]))))
-        for k, (name, value) in enumerate(zip(names, (single, best, distilled), strict=True))
-    }
-    if best > single and len(shares):
-        low, high = np.quantile(shares, [0.025, 0.975])
-        found["kept"] = asdict(Estimate(float((distilled - single) / (best - single)), float(low), float(high)))
+    columns = list[list[float]]()
+    for chosen, worth, new in zip(chosen_by, both[: len(before)], both[len(before) :], strict=True):
+        usable = [(a.score, b.score) for a, b in zip(chosen, worth, strict=True) if None not in (a.score, b.score)]
+        distilled = [one.score for one in new if one.score is not None]
+        if usable and distilled:
+            scores, values = zip(*usable, strict=True)
+            columns.append([fmean(values), best_of(scores, values, len(values)), fmean(distilled)])
+    if not columns:
+        raise DataError("no held-out prompt has samples with scores, so the gain cannot be measured")
+    single, best, after_one = table = np.array(columns).T
+    told = zip(("one_sample", "best_of_n", "distilled"), estimate_means(table.T, [False] * 3), strict=True)
+    found = {name: asdict(estimate) for name, estimate in told}
+    if best.mean() > single.mean():
+        found["kept"] = asdict(estimate_ratio(after_one - single, best - single))
     return found
 
 
 def _report(plan: Plan, found: Mapping[str, Any]) -> str:
-    lines = [f"# Distilled from the best of {found['samples']}", ""]
-    lines += [f"{plan.method} on {found['rows']} rows; measured on {found['prompts']} held-out prompts.", ""]
-    lines += [
-        "| by | one sample | best of n | distilled, one sample | share of the gain kept |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for name in ("ranker", "gold"):
         if name in found:
-            each = [interval(Estimate(**found[name][key]), ".3f") for key in ("one_sample", "best_of_n", "distilled")]
+            each = [Estimate(**found[name][key]).text(".3f") for key in ("one_sample", "best_of_n", "distilled")]
             kept = found[name].get("kept")
-            each.append(interval(Estimate(**kept), ".0%") if kept else "best-of-n gains nothing")
-            lines.append(f"| {name} | {' | '.join(each)} |")
-    return "\n".join(lines) + "\n"
+            rows.append([name, *each, Estimate(**kept).text(".0%") if kept else "best-of-n gains nothing"])
+    said = f"{plan.method} on {found['rows']} rows; measured on {found['prompts']} held-out prompts."
+    header = ["by", "one sample", "best of n", "distilled, one sample", "share of the gain kept"]
+    sections = [Section("Gain", [Text(said), Rows(header, rows)])]
+    return as_markdown(f"Distilled from the best of {found['samples']}", sections)

@@ -38,8 +38,7 @@ def rank(
     Raises UserError: there is no such model, or it ranks nothing.
     """
     from dapo.ranking import rows
-    from dapo.ranking.score import best_first, load_ranker
-    from dapo.ranking.table import score_rows
+    from dapo.ranking.score import best_first, load_ranker, score_rows
 
     if isinstance(candidates, str):
         raise DataError("candidates: expected a list of texts, got a text; put it in a list")
@@ -48,7 +47,7 @@ def rank(
         row = rows.candidates({**fields, "prompt": prompt or None, "candidates": list(candidates)})
     except BadRow as fault:
         raise DataError(f"rank: {fault}") from None
-    return best_first(score_rows(load_ranker(model, reference=reference, overrides=overrides), [row])[0])
+    return best_first(score_rows(load_ranker(model, reference=reference, overrides=overrides), [row], most_failed=1)[0])
 
 
 def filter(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo.errors import ConfigError, DataError
-from dapo.evaluation.statistics import RESAMPLES, Estimate, estimate_share
+from dapo.evaluation.statistics import Estimate, Values, estimate_ratio, estimate_share
 from dapo.ranking.rows import EVERY, Candidates
 from dapo.ranking.score import Scored
 from dapo.util.files import read_json, write_json
@@ -139,26 +139,13 @@ def measure(data: Labelled, threshold: float, seed: int = 0) -> Measured:
         raise DataError("no response of the rows to check the threshold on is right")
     kept = data.scores > threshold
     _, place = np.unique(data.groups, return_inverse=True)
-    sums = np.stack([np.bincount(place, x) for x in (kept & data.right, kept, data.right)])  # [3, prompts]
-    rng = np.random.default_rng(seed)
-    drawn = np.stack([sums[:, rng.integers(0, sums.shape[1], sums.shape[1])].sum(axis=1) for _ in range(RESAMPLES)])
-    hits, count, right = sums.sum(axis=1)
-    return Measured(
-        _ratio(hits, count, drawn[:, 0], drawn[:, 1]),
-        _ratio(hits, right, drawn[:, 0], drawn[:, 2]),
-        int(count),
-        len(kept),
-    )
+    hits, count, right = (np.bincount(place, x) for x in (kept & data.right, kept, data.right))  # by prompt
+    return Measured(_share(hits, count, seed), _share(hits, right, seed), int(count.sum()), len(kept))
 
 
-def _ratio(hits: float, of: float, drawn: Any, drawn_of: Any) -> Estimate:
-    if not of:
-        return Estimate(float("nan"))
-    if hits in (0, of):
-        return estimate_share(hits, of)
-    there = drawn_of > 0
-    low, high = np.quantile(drawn[there] / drawn_of[there], [0.025, 0.975])
-    return Estimate(hits / of, float(low), float(high))
+def _share(hits: Values, of: Values, seed: int) -> Estimate:
+    found, every = float(hits.sum()), float(of.sum())
+    return estimate_share(found, every) if every and found in (0, every) else estimate_ratio(hits, of, seed)
 
 
 # --- on disk: one file, by the language model that writes ------------------------------------------------------------

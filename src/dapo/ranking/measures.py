@@ -1,17 +1,17 @@
-"""Best-of-n: what the best one of n samples is worth, and how well a ranker agrees with labels. Numbers in and out."""
+"""What scores are worth: the best of n samples, and how well they agree with labels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import comb
 from typing import Any
 
 import numpy as np
 
 from dapo.errors import DataError
-from dapo.evaluation.statistics import Estimate, Values, calibration_error, estimate_means
+from dapo.evaluation.statistics import Estimate, budgets, calibration_error, estimate_means
 from dapo.ranking.rows import Candidates, pairs_of
-from dapo.ranking.score import Scored
+from dapo.ranking.score import Scored, best_first
 
 
 def best_of(scores: Sequence[float], values: Sequence[float], n: int) -> float:
@@ -36,15 +36,15 @@ def best_of_n(
     """Mean over prompts of :func:`best_of` for each n of ``budgets`` that all prompts have samples for, with its 95%
     interval; n = 1 is a single sample. Samples whose score failed are never chosen.
     Raises DataError: there are no prompts with samples."""
-    each = []
-    for several, worth in zip(scored, values, strict=True):
-        kept = [k for k, one in enumerate(several) if one.score is not None]
-        each.append(([several[k].score or 0.0 for k in kept], [worth[k] for k in kept]))
-    most = min((len(one) for one, _ in each), default=0)
+    each = [
+        [(one.score, value) for one, value in zip(several, worth, strict=True) if one.score is not None]
+        for several, worth in zip(scored, values, strict=True)
+    ]
+    most = min(map(len, each), default=0)
     if not most:
         raise DataError("best-of-n: a prompt has no sample with a score")
     wanted = [n for n in budgets if n <= most]
-    table = np.array([[best_of(*one, n) for n in wanted] for one in each])
+    table = np.array([[best_of(*zip(*one, strict=True), n) for n in wanted] for one in each])
     return dict(zip(wanted, estimate_means(table, [False] * len(wanted), seed), strict=True))
 
 
@@ -58,20 +58,37 @@ def agreement(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], se
             margins.setdefault(number, []).append(high - low)
     if not margins:
         return {}
-    shares: Values = np.array([[np.mean([(m > 0) + 0.5 * (m == 0) for m in each])] for each in margins.values()])
-    found = estimate_means(shares, [True], seed)[0]
-    error = calibration_error(np.array([margin for each in margins.values() for margin in each]))
-    return {"rows": len(margins), "accuracy": found, "calibration_error": error, "values": shares[:, 0].tolist()}
+    shares = np.array([[np.mean([(m > 0) + 0.5 * (m == 0) for m in each])] for each in margins.values()])
+    error = calibration_error(np.concatenate(list(margins.values())))
+    found = {"accuracy": estimate_means(shares, [True], seed)[0], "calibration_error": error}
+    return {"rows": len(margins), **found, "values": shares[:, 0].tolist()}
 
 
 def least_sure(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], most: int) -> list[dict[str, Any]]:
     """The pairs that a label would teach the ranker most: of each row the two best, those with the least difference of
     scores first. A row is asked about once."""
-    found: list[dict[str, Any]] = []
+    found = list[dict[str, Any]]()
     for row, several in zip(rows, scored, strict=True):
-        kept = {one.text: one for one in several if one.score is not None}
-        two = sorted(kept.values(), key=lambda one: -(one.score or 0.0))[:2]
+        two = list({one.text: one.score for one in best_first(several) if one.score is not None}.items())[:2]
         if len(two) == 2:
-            margin = (two[0].score or 0.0) - (two[1].score or 0.0)
-            found.append({"prompt": row.prompt, "candidates": [one.text for one in two], "margin": margin})
-    return sorted(found, key=lambda one: one["margin"])[:most]
+            (first, high), (second, low) = two
+            found.append({"prompt": row.prompt, "candidates": [first, second], "margin": high - low})
+    return sorted(found, key=lambda one: float(one["margin"]))[:most]
+
+
+def summary(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) -> dict[str, Any]:
+    """What labels say of the ranking, and the mean label of the best of n; empty without labels."""
+    found: dict[str, Any] = {"agreement": agreement(rows, scored)}
+    many = [(several, row.labels) for row, several in zip(rows, scored, strict=True) if len(row.labels) > 1]
+    fewest = min((sum(one.score is not None for one in several) for several, _ in many), default=0)
+    if fewest > 1:
+        found["best_of"] = best_of_n(*zip(*many, strict=True), budgets(fewest))
+    return {name: value for name, value in found.items() if value}
+
+
+def summary_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    if agreed := found.get("agreement"):
+        yield f"the better response ranks higher in {agreed['accuracy'].text('.1%')} of {agreed['rows']} rows"
+        yield f"calibration error of sigmoid(difference): {agreed['calibration_error']:.3f}"
+    for n, estimate in found.get("best_of", {}).items():
+        yield f"mean label of {'one sample' if n == 1 else f'the best of {n}'}: {estimate.text('.3f')}"
