@@ -94,36 +94,27 @@ def read_wins(root: Path) -> list[dict[str, Any]]:
 
 
 async def _compare(config: RewardConfig, pairs: Mapping[str, Sequence[Any]]) -> dict[str, list[Verdict]]:
-    scorer, found = make_scorer(config), {}
-    one = _in_both_orders if isinstance(config, JudgeReward) else _one_by_one
+    scorer, found, sees_both = make_scorer(config), {}, isinstance(config, JudgeReward)
     try:
         await scorer.start()
         for other, several in pairs.items():
-            found[other] = await asyncio.gather(*(one(scorer, *pair) for pair in several))
+            found[other] = await asyncio.gather(*(_verdict(scorer, sees_both, *pair) for pair in several))
     finally:
         await scorer.close()
     return found
 
 
-async def _in_both_orders(scorer: Scorer, row: str, first: Answer, other: Answer) -> Verdict:
-    """An answer wins if it is preferred in both places; a judge that prefers a place prefers neither answer."""
-    grades = await _scores(scorer, (_prompt(other, first), other), (_prompt(first, other), first))
-    if grades is None:
+async def _verdict(scorer: Scorer, sees_both: bool, row: str, first: Answer, other: Answer) -> Verdict:
+    """By a judge an answer wins if it is preferred in both places: one that prefers a place prefers neither answer."""
+    rewards = []
+    for answer, against in ((other, first), (first, other)):
+        meta = {"compared_with": against["response"]} if sees_both else {}
+        prompt = Prompt(int(answer["row"]), str(answer["prompt"]), (), answer.get("gold"), meta)
+        rewards.append(scorer.score(prompt, answer["response"]))
+    found = await asyncio.gather(*rewards)
+    if any(one.error is not None for one in found):
         return Verdict(row, None)
-    a, b = grades
-    return Verdict(row, 1.0 if a > 0 > b else 0.0 if a < 0 < b else 0.5, (a, b))
-
-
-async def _one_by_one(scorer: Scorer, row: str, first: Answer, other: Answer) -> Verdict:
-    scores = await _scores(scorer, (_prompt(other), other), (_prompt(first), first))
-    return Verdict(row, None if scores is None else 0.5 + 0.5 * ((scores[0] > scores[1]) - (scores[0] < scores[1])))
-
-
-async def _scores(scorer: Scorer, *asked: tuple[Prompt, Answer]) -> list[float] | None:
-    found = await asyncio.gather(*(scorer.score(prompt, answer["response"]) for prompt, answer in asked))
-    return None if any(one.error is not None for one in found) else [one.value for one in found]
-
-
-def _prompt(answer: Answer, compared_with: Answer | None = None) -> Prompt:
-    meta = {} if compared_with is None else {"compared_with": compared_with["response"]}
-    return Prompt(int(answer["row"]), str(answer["prompt"]), (), answer.get("gold"), meta)
+    a, b = (one.value for one in found)
+    if sees_both:
+        return Verdict(row, 1.0 if a > 0 > b else 0.0 if a < 0 < b else 0.5, (a, b))
+    return Verdict(row, 0.5 + 0.5 * ((a > b) - (a < b)))
