@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,6 @@ from dapo.util.files import json_line, read_json, write_atomic, write_json
 from dapo.util.pages import Rows, Section, Text, as_markdown
 from dapo.util.shutdown import Shutdown
 
-Method = Literal["sft", "dpo"]
 PHASE = "distilled"
 Load = Callable[[], Scorer]
 
@@ -42,13 +41,13 @@ Load = Callable[[], Scorer]
 @dataclass(frozen=True, slots=True)
 class Plan:
     """``config``: the policy and how it samples. ``train``, ``heldout``: files of prompts. ``thresholds``: of a filter
-    (SFT on all that pass), empty: the best sample of each prompt. ``stage``: keys of the stage's recipe."""
+    (SFT on all that pass), empty: the best sample of each prompt. ``method``: sft or dpo. ``stage``: keys for it."""
 
     config: Config
     train: Sequence[str]
     heldout: Sequence[str]
     folder: Path
-    method: Method = "sft"
+    method: str = "sft"
     thresholds: Mapping[str, float] | None = None
     stage: Sequence[str] = ()
 
@@ -110,30 +109,27 @@ def _sampled(config: Config, files: Sequence[str], place: Path, listener: Listen
         texts: list[list[str]] = [[] for _ in rows]
         sampling = with_values(config, {"evaluation.data": [DataItem(path=file) for file in files]})
         generate_responses(sampling, (), listener, lambda one: texts[one.prompt_number - 1].append(one.text))
-        write_atomic(
-            place, (json_line({**row, "candidates": several}) for row, several in zip(rows, texts, strict=True))
-        )
+        lines = ({**row, "candidates": several} for row, several in zip(rows, texts, strict=True))
+        write_atomic(place, map(json_line, lines))
     return read_candidates([str(place)])
 
 
 def _chosen(plan: Plan, rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) -> list[dict[str, Any]]:
     """Raises DataError: there is none."""
-    if plan.thresholds:
-        kept = [[one for one in several if one.text.strip()] for several in passing(rows, scored, plan.thresholds)]
-        pairs = [(row, one, one) for row, several in zip(rows, kept, strict=True) for one in several]
-    else:
-        orders = [
-            [one for one in best_first(several) if one.score is not None and one.text.strip()] for several in scored
-        ]
-        pairs = [(row, order[0], order[-1]) for row, order in zip(rows, orders, strict=True) if order]
-        if plan.method == "dpo":
-            pairs = [(row, best, worst) for row, best, worst in pairs if best.score != worst.score]
-    if not pairs:
-        why = "no sample passes the threshold" if plan.thresholds else "the samples of each prompt have equal scores"
+    several = passing(rows, scored, plan.thresholds) if plan.thresholds else map(best_first, scored)
+    kept = [[one for one in some if one.score is not None and one.text.strip()] for some in several]
+    found = list[dict[str, Any]]()
+    for row, some in zip(rows, kept, strict=True):
+        if plan.method == "sft":
+            learned = some if plan.thresholds else some[:1]
+            found += [{"prompt": row.prompt, "response": one.text} for one in learned]
+        elif some and some[0].score != some[-1].score:
+            found.append({"prompt": row.prompt, "chosen": some[0].text, "rejected": some[-1].text})
+    if not found:
+        why = "the samples of each prompt have equal scores" if plan.method == "dpo" else "no sample has a score"
+        why = "no sample passes the threshold" if plan.thresholds else why
         raise DataError(f"there is nothing to learn: {why}; take more samples, or another ranker or threshold")
-    if plan.method == "dpo":
-        return [{"prompt": row.prompt, "chosen": best.text, "rejected": worst.text} for row, best, worst in pairs]
-    return [{"prompt": row.prompt, "response": best.text} for row, best, _ in pairs]
+    return found
 
 
 def _recipe(plan: Plan, config: Config) -> dict[str, Any]:

@@ -69,10 +69,11 @@ def filter(
 
     Raises ConfigError: there is no threshold, or none for this writer; others as :func:`rank`.
     """
-    from dapo.ranking.calibrate import read_thresholds, threshold_of
+    from dapo.ranking.calibrate import passing, read_thresholds
+    from dapo.ranking.rows import Candidates
 
     if (threshold is None) == (calibration is None):
         raise ConfigError("filter: give one of threshold (a number) and calibration (of dapo filter --calibration)")
-    least = threshold_of(read_thresholds(Path(calibration)), writer) if calibration is not None else threshold
-    kept = [one for one in rank(model, prompt, candidates, **how) if one.score is not None and one.score > (least or 0)]
-    return sorted(kept, key=lambda one: one.index)
+    thresholds = {writer: threshold or 0.0} if calibration is None else read_thresholds(Path(calibration))
+    scored = sorted(rank(model, prompt, candidates, **how), key=lambda one: one.index)
+    return passing([Candidates(prompt, (), model=writer)], [scored], thresholds)[0]

@@ -66,9 +66,10 @@ def _rate(found: Estimate | None) -> str:
     return "-" if found is None else found.text(".1%")
 
 
-def write_tables(table: Table) -> None:
+def write_tables(root: Path) -> Table:
     """table.md, table.csv and table.json, which replace earlier ones. Raises UserError: they cannot be written."""
-    root, cells, text = table.comparison.root, table.cells(), io.StringIO()
+    table, text = Table.read(root), io.StringIO()
+    cells = table.cells()
     writer = csv.DictWriter(text, list(cells[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(cells)
@@ -77,6 +78,7 @@ def write_tables(table: Table) -> None:
         write_atomic(root / "table.md", as_markdown(_title(table), sections_of(table)))
         write_atomic(root / "table.csv", text.getvalue())
         write_json(root / "table.json", told | {"wins": read_wins(root)})
+    return table
 
 
 def write_pages(table: Table, output: Path | None = None) -> list[Path]:

@@ -101,6 +101,7 @@ def _numbers(views: Sequence[RunView]) -> Numbers:
     """Sums over the phases of a cell, and of memory the most."""
     entries = [entry for view in views for entry in view.metrics if entry["step"]]
     gpu = [costs(view).gpu_seconds for view in views]
+    parameters = [(view.fingerprint.get("model") or {}).get("parameters") for view in views]
 
     def most(name: str) -> float | None:
         return max((entry[name] for entry in entries if entry.get(name) is not None), default=None)
@@ -109,7 +110,7 @@ def _numbers(views: Sequence[RunView]) -> Numbers:
         **spent(views),
         "tokens sampled": total(entries, "tokens/generated"),
         "tokens trained": total(entries, "tokens/trained"),
-        "operations": _operations(views),
+        "operations": None if None in parameters else sum(map(_operations, views, parameters)),
         "seconds": sum(view.seconds or 0.0 for view in views),
         "memory": most("memory/rss"),
         "GPU memory": most("resources/gpu_memory") if any(gpus_of(view) for view in views) else None,
@@ -121,17 +122,11 @@ def _numbers(views: Sequence[RunView]) -> Numbers:
     }
 
 
-def _operations(views: Sequence[RunView]) -> float | None:
+def _operations(view: RunView, parameters: int) -> float:
     """6 for each parameter and token of an update, 2 for each token sampled: passes of critics, references and reward
-    models are not in it. None: a run did not record its parameters."""
-    found = 0.0
-    for view in views:
-        parameters = (view.fingerprint.get("model") or {}).get("parameters")
-        if parameters is None:
-            return None
-        updates = sum(e.get("tokens/computed") or e.get("tokens/trained") or 0 for e in view.metrics)
-        found += parameters * (6 * updates + 2 * total(view.metrics, "tokens/generated"))
-    return found
+    models are not in it."""
+    updates = sum(e.get("tokens/computed") or e.get("tokens/trained") or 0 for e in view.metrics)
+    return parameters * (6 * updates + 2 * total(view.metrics, "tokens/generated"))
 
 
 def _spikes(view: RunView) -> int:

@@ -51,16 +51,17 @@ def count(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """``wins``, ``ties`` and ``losses``, and pairs that ``failed``; ``rate`` with ``low`` and ``high``: a tie is half a
     win, the seeds of a prompt are averaged, bootstrap over prompts. Of a judge ``first_place``: how often it preferred
     what it saw first, and ``swayed``: the share of pairs in which it preferred the same place in both orders."""
-    known = [(row, won, places) for row, won, places in verdicts if won is not None]
     rows: dict[str, list[float]] = {}
-    for row, won, _ in known:
-        rows.setdefault(row, []).append(won)
-    means = np.array([[fmean(won)] for won in rows.values()])
+    for row, won, _ in verdicts:
+        if won is not None:
+            rows.setdefault(row, []).append(won)
+    known = [won for several in rows.values() for won in several]
+    means = np.array([[fmean(several)] for several in rows.values()])
     rate = estimate_means(means, [True])[0] if rows else Estimate(float("nan"))
-    both = [places for _, _, places in known if places]
+    both = [places for _, _, places in verdicts if places]
     preferred = [grade > 0 for places in both for grade in places if grade]
     return {
-        **{name: sum(w == v for _, w, _ in known) for name, v in (("wins", 1.0), ("ties", 0.5), ("losses", 0.0))},
+        **{name: known.count(value) for name, value in (("wins", 1.0), ("ties", 0.5), ("losses", 0.0))},
         **{"failed": len(verdicts) - len(known), "rate": rate.value, "low": rate.low, "high": rate.high},
         "first_place": fmean(preferred) if preferred else None,
         "swayed": fmean(a * b > 0 for a, b in both) if both else None,
@@ -73,17 +74,18 @@ def judge(root: Path, reward: str, tell: Callable[[str], object]) -> None:
     Raises UserError: it cannot be read or reached, or there are no answers of two recipes."""
     config, comparison = load_reward(reward), Comparison.read(root)
     first, *others = comparison.recipes
-    pairs: dict[str, list[tuple[str, Answer, Answer]]] = {other: [] for other in others}
-    for other, seed in ((other, seed) for other in others for seed in comparison.seeds):
-        a, b = (answers_of(Cell(root, name, seed)) for name in (first, other))
-        pairs[other] += [(row, a[row], b[row]) for row in a if row in b]
+    found = {name: [answers_of(Cell(root, name, seed)) for seed in comparison.seeds] for name in comparison.recipes}
+    pairs = {
+        other: [(row, a[row], b[row]) for a, b in zip(found[first], found[other], strict=True) for row in a if row in b]
+        for other in others
+    }
     if not any(pairs.values()):
         raise UserError(f"{root}: there are no answers of {first} and another recipe with the same seed yet")
     tell(f"{config.kind} compares {sum(map(len, pairs.values())):,} pairs of answers")
     verdicts = run_async(lambda: _compare(config, pairs))
-    found = [{"by": config.kind, "first": first, "other": n, **count(of)} for n, of in verdicts.items() if of]
+    wins = [{"by": config.kind, "first": first, "other": n, **count(of)} for n, of in verdicts.items() if of]
     with writing(root / WINS):
-        write_json(root / WINS, found)
+        write_json(root / WINS, wins)
 
 
 def read_wins(root: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,7 +230,7 @@ class ImplicitScorer(Scorer):
     def _scores(self, items: Sequence[tuple[str | Messages, str]]) -> list[Reward]:
         from dapo.data.examples import Example, Texts
         from dapo.data.rows import BadRow
-        from dapo.stages.batches import pack_examples
+        from dapo.training.packing import pack_demonstrations
 
         found, examples, order = dict[int, Reward](), list[Example](), list[int]()
         alike: dict[str, list[int]] = {}  # items by prompt: each is computed once
@@ -244,7 +244,9 @@ class ImplicitScorer(Scorer):
             except BadRow as error:
                 found |= {place: Reward(None, 0.0, error=f"implicit reward: {error}") for place in places}
         if examples:
-            batch = pack_examples(examples)
+            batch = pack_demonstrations([(one.prompt, response) for one in examples for response in one.responses])
+            draws = np.repeat(np.arange(len(examples)), [len(one.responses) for one in examples])
+            batch = replace(batch, draws=draws, indices=np.arange(len(order)))
             policy, reference = (self._sums(one, batch) for one in self._policies)
             for place, ours, theirs in zip(order, policy, reference, strict=True):
                 found[place] = Reward(None, self._beta * (ours - theirs), {"logprob": ours, "reference": theirs})
