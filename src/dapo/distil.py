@@ -40,10 +40,12 @@ Load = Callable[[], Scorer]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``config``: the policy and how it samples. ``train``, ``heldout``: files of prompts. ``thresholds``: of a filter
-    (SFT on all that pass), empty: the best sample of each prompt. ``method``: sft or dpo. ``stage``: keys for it."""
+    """``config``: the policy and how it samples. ``ranker``: its name. ``train``, ``heldout``: files of prompts.
+    ``method``: sft or dpo. ``thresholds``: of a filter (SFT on all that pass), empty: the best sample of each prompt.
+    ``stage``: keys of the method's recipe."""
 
     config: Config
+    ranker: str
     train: Sequence[str]
     heldout: Sequence[str]
     folder: Path
@@ -91,7 +93,8 @@ def _claim(plan: Plan, config: Config, resume: bool) -> None:
     """Raises ConfigError: the folder holds a distillation, and it is not to go on, or is another one."""
     file = plan.folder / "distil.json"
     sections = config.model_dump(mode="json", include={"model", "data", "evaluation", "seed"})
-    told = {**sections, "train": list(plan.train), "heldout": list(plan.heldout), "method": plan.method}
+    files = {"train": list(plan.train), "heldout": list(plan.heldout)}
+    told = {**sections, **files, "ranker": plan.ranker, "method": plan.method, "thresholds": plan.thresholds}
     if not file.is_file():
         plan.folder.mkdir(parents=True, exist_ok=True)
         write_json(file, told)

@@ -10,8 +10,8 @@ import typer
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import Debug, Quiet, is_setting
+from dapo.commands.shared.output import print_lines, terminal_width
 from dapo.errors import ConfigError
-from dapo.util.terminal import Terminal
 
 
 def compare(
@@ -57,9 +57,8 @@ def compare(
 
 def _compare(words: list[str], out: Path, options: dict[str, Any], quiet: bool) -> bool:
     """Run, or read, and print the table. Whether a cell failed."""
-    import rich.table
-
     from dapo.api.compare import compare as compare_recipes
+    from dapo.commands.inspect.tables import columns
     from dapo.commands.train import stopped_by_signals
     from dapo.comparison.folder import is_comparison
     from dapo.comparison.pages import WIN_HEADER, win_lines, write_pages, write_tables
@@ -86,11 +85,8 @@ def _compare(words: list[str], out: Path, options: dict[str, Any], quiet: bool) 
     with suppress(ImportError):  # there may be no matplotlib
         write_pages(table)
     for header, rows in ((("", *table.names), table.lines()), (WIN_HEADER, win_lines(table))):
-        drawn = rich.table.Table(*header, show_edge=False)
-        for row in rows:
-            drawn.add_row(*row)
         if rows and not quiet:
-            Terminal().print(drawn)
-    for text in () if quiet else (*table.failures(), f"table and curves: {table.comparison.root}"):
-        Terminal().print(text, markup=False, highlight=False, soft_wrap=True)
+            print_lines([*columns(header, rows, terminal_width()), ""])
+    if not quiet:
+        print_lines([*table.failures(), f"table and curves: {table.comparison.root}"])
     return bool(table.failures()) and len(words) > 1

@@ -63,7 +63,7 @@ def distil(
         judge = partial(load_ranker, ranker, reference=reference)
         judge()  # so that what is wrong with its name shows at once
         thresholds = None if calibration is None else read_thresholds(calibration)
-        plan = Plan(config, data, heldout, folder, method, thresholds, overrides or ())
+        plan = Plan(config, ranker, data, heldout, folder, method, thresholds, overrides or ())
         with (
             closing(make_listener(quiet, Terminal(stderr=True))) as listener,
             stopped_by_signals(again="the same command with --resume") as shutdown,

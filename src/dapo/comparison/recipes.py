@@ -143,7 +143,8 @@ def needs(phases: Phases) -> list[str]:
         if isinstance(config, Config):
             found += ["reference"] * (config.algorithm.kl.mode != "off")
             found += ["critic"] * (config.algorithm.kind == "ppo")
-            found += [f"reward ({one.kind})" for one in plain_rewards(config.reward)]
+            rewards: list[Any] = list(plain_rewards(config.reward))
+            found += [f"reward ({one.kind})" for one in rewards]
         elif config.stage == "dpo":
             found += ["preference pairs", *["reference"] * (config.dpo.loss != "simpo")]
         else:

@@ -101,7 +101,7 @@ def _numbers(views: Sequence[RunView]) -> Numbers:
     """Sums over the phases of a cell, and of memory the most."""
     entries = [entry for view in views for entry in view.metrics if entry["step"]]
     gpu = [costs(view).gpu_seconds for view in views]
-    parameters = [(view.fingerprint.get("model") or {}).get("parameters") for view in views]
+    parameters: list[Any] = [(view.fingerprint.get("model") or {}).get("parameters") for view in views]
 
     def most(name: str) -> float | None:
         return max((entry[name] for entry in entries if entry.get(name) is not None), default=None)

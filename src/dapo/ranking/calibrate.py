@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo.errors import ConfigError, DataError
-from dapo.evaluation.statistics import Estimate, Values, estimate_ratio, estimate_share
+from dapo.evaluation.statistics import Estimate, estimate_ratio, estimate_share
 from dapo.ranking.rows import EVERY, Candidates
 from dapo.ranking.score import Scored
 from dapo.util.files import read_json, write_json
@@ -141,7 +141,7 @@ def measure(data: Labelled, threshold: float, seed: int = 0) -> Measured:
     return Measured(_share(hits, count, seed), _share(hits, right, seed), int(count.sum()), len(kept))
 
 
-def _share(hits: Values, of: Values, seed: int) -> Estimate:
+def _share(hits: Any, of: Any, seed: int) -> Estimate:
     found, every = float(hits.sum()), float(of.sum())
     return estimate_share(found, every) if every and found in (0, every) else estimate_ratio(hits, of, seed)
 

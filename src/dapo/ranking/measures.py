@@ -31,24 +31,24 @@ def best_of(scores: Sequence[float], values: Sequence[float], n: int) -> float:
 
 
 def best_of_n(
-    scored: Sequence[Sequence[Scored]], values: Sequence[Sequence[float]], budgets: Sequence[int], seed: int = 0
+    scored: Sequence[Sequence[Scored]], values: Sequence[Sequence[float]], budgets: Sequence[int]
 ) -> dict[int, Estimate]:
     """Mean over prompts of :func:`best_of` for each n of ``budgets`` that all prompts have samples for, with its 95%
     interval; n = 1 is a single sample. Samples whose score failed are never chosen.
     Raises DataError: there are no prompts with samples."""
-    each = [
-        [(one.score, value) for one, value in zip(several, worth, strict=True) if one.score is not None]
-        for several, worth in zip(scored, values, strict=True)
-    ]
-    most = min(map(len, each), default=0)
+    each: list[Any] = []
+    for several, worth in zip(scored, values, strict=True):
+        kept = [(one.score, value) for one, value in zip(several, worth, strict=True) if one.score is not None]
+        each.append(list(zip(*kept, strict=True)))
+    most = min((len(one[0]) if one else 0 for one in each), default=0)
     if not most:
         raise DataError("best-of-n: a prompt has no sample with a score")
     wanted = [n for n in budgets if n <= most]
-    table = np.array([[best_of(*zip(*one, strict=True), n) for n in wanted] for one in each])
-    return dict(zip(wanted, estimate_means(table, [False] * len(wanted), seed), strict=True))
+    table = np.array([[best_of(given, worth, n) for n in wanted] for given, worth in each])
+    return dict(zip(wanted, estimate_means(table, [False] * len(wanted)), strict=True))
 
 
-def agreement(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], seed: int = 0) -> dict[str, Any]:
+def agreement(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) -> dict[str, Any]:
     """How often the better response has the higher score (a tie is half right): mean over rows with its 95% interval,
     and the calibration error of sigmoid(margin). Empty: labels tell no two responses of a row apart."""
     margins: dict[int, list[float]] = {}
@@ -60,7 +60,7 @@ def agreement(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], se
         return {}
     shares = np.array([[np.mean([(m > 0) + 0.5 * (m == 0) for m in each])] for each in margins.values()])
     error = calibration_error(np.concatenate(list(margins.values())))
-    found = {"accuracy": estimate_means(shares, [True], seed)[0], "calibration_error": error}
+    found = {"accuracy": estimate_means(shares, [True])[0], "calibration_error": error}
     return {"rows": len(margins), **found, "values": shares[:, 0].tolist()}
 
 
@@ -82,7 +82,7 @@ def summary(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) -> d
     many = [(several, row.labels) for row, several in zip(rows, scored, strict=True) if len(row.labels) > 1]
     fewest = min((sum(one.score is not None for one in several) for several, _ in many), default=0)
     if fewest > 1:
-        found["best_of"] = best_of_n(*zip(*many, strict=True), budgets(fewest))
+        found["best_of"] = best_of_n([one for one, _ in many], [labels for _, labels in many], budgets(fewest))
     return {name: value for name, value in found.items() if value}
 
 

@@ -72,21 +72,22 @@ def candidates(row: Any, place: str = "") -> Candidates:
     row = {str(key): plain_value(value) for key, value in row.items()}
     held = {key for key, value in row.items() if value is not None}
     prompt = text_or_messages(row, "prompt") if "prompt" in held else ""
-    key = next((key for key in _LABELS if key in held), "")
+    key, labels = next((key for key in _LABELS if key in held), ""), tuple[float, ...]()
     if pair := next((pair for pair in PAIRS if held.issuperset(pair)), None):
         found = ranked(row, PairKeys(chosen_key=pair[0], rejected_key=pair[1], responses_key="-"), needs_prompt=False)
         prompt, texts, labels = found.prompt, found.responses, (1.0, 0.0)
     elif key:
         texts, labels = _all(row, key, str), _all(row, _LABELS[key], int, float, bool)
-        if key == "responses":
-            labels = labels or tuple(float(-k) for k in range(len(texts)))
+        if key == "responses" and "scores" not in held:
+            labels = tuple(float(-k) for k in range(len(texts)))
     else:
         raise BadRow(f"holds nothing to rank; what would work: {FORMS}")
     if labels and len(labels) != len(texts):
         raise BadRow(f"{len(labels)} labels for {len(texts)} responses")
     answer, model = row.get("answer"), row.get("model")
-    answer, model = None if answer is None else str(answer), model if isinstance(model, str) and model else EVERY
-    return Candidates(prompt, texts, tuple(map(float, labels)), answer, model, row, place)
+    writer = model if isinstance(model, str) and model else EVERY
+    answer = None if answer is None else str(answer)
+    return Candidates(prompt, texts, tuple(map(float, labels)), answer, writer, row, place)
 
 
 def _all(row: Mapping[str, Any], key: str, *types: type) -> tuple[Any, ...]:
