@@ -166,18 +166,22 @@ class Table:
     def names(self) -> list[str]:
         return list(self.every)
 
+    @property
+    def _cells(self) -> list[Measured]:
+        return [one for several in self.every.values() for one in several]
+
     @cached_property
     def done(self) -> dict[str, list[Measured]]:
         return {name: [one for one in cells if one.rows] for name, cells in self.every.items()}
 
     @cached_property
     def metric(self) -> str:
-        return next((one.metric for cells in self.done.values() for one in cells), "accuracy")
+        return next((one.metric for one in self._cells if one.rows), "accuracy")
 
     @cached_property
     def ends(self) -> dict[str, float]:
         """By budget the place up to which the curves of all cells that are done and have one go."""
-        last = [one.curve[-1][0] for cells in self.done.values() for one in cells if one.curve]
+        last = [one.curve[-1][0] for one in self._cells if one.rows and one.curve]
         return {axis: min(used[axis] for used in last) for axis in BUDGETS} if last else {}
 
     def values(self, axis: str | None = None) -> dict[str, list[float]]:
@@ -221,16 +225,15 @@ class Table:
 
     def failures(self) -> list[str]:
         """What went wrong, a line for each cell."""
-        cells = [one for several in self.every.values() for one in several if one.failed]
-        return [f"{one.cell.name} failed: {one.failed} (see {one.cell.file('log')})" for one in cells]
+        failed = [one for one in self._cells if one.failed]
+        return [f"{one.cell.name} failed: {one.failed} (see {one.cell.file('log')})" for one in failed]
 
     def cells(self) -> list[dict[str, Any]]:
         """What the lines are made of."""
         return [
             {"recipe": one.cell.recipe, "seed": one.cell.seed, "failed": one.failed}
             | {self.metric: one.value if one.rows else None, **one.numbers}
-            for several in self.every.values()
-            for one in several
+            for one in self._cells
         ]
 
     @property
