@@ -117,7 +117,7 @@ def _xml(text: str) -> Call:
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -139,7 +139,7 @@ def calls_in(text: str, template: str) -> tuple[str, list[Call]]:
     for place in found:
         try:
             made = read(place[1])
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise Malformed(f"the call cannot be read: {error}") from None
         calls += made if isinstance(made, list) else [made]
     return (text[: found[0].start()] if found else text), calls
