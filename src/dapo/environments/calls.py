@@ -107,10 +107,11 @@ def _listed(text: str) -> list[Call]:
 
 
 def _xml(text: str) -> Call:
-    named = re.search(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", text, re.DOTALL)
+    named = re.search(r"<function=([^<>\s]+)>(.*?)(?:</function>|$)", text, re.DOTALL)
     if named is None:
         raise ValueError("there is no <function=NAME>")
-    given = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", named[2], re.DOTALL)
+    whole = "".join(named[2].rpartition("</parameter>")[:2])  # each search of it finds an end: no quadratic time
+    given = re.findall(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>", whole, re.DOTALL)
     return Call(named[1], {name: _value(value) for name, value in given})
 
 
