@@ -1,5 +1,5 @@
-"""Each example with tools learns, on a CPU, within minutes: nightly. A model of 0.4 M parameters first imitates
-somebody who uses tools but does not mind what they say, and is then trained on tasks of its size."""
+"""Each example learns, on a CPU, within minutes: nightly. A model of 0.4 M parameters first imitates
+somebody who plays but does not mind what is replied, and is then trained on tasks of its size."""
 
 from __future__ import annotations
 
@@ -32,22 +32,26 @@ SETTINGS = {
     "data.template": "plain",
     "data.max_prompt_length": 80,
     "rollout.max_response_length": 300,
-    "rollout.prompts_per_step": 8,
+    "rollout.prompts_per_step": 16,
     "rollout.samples_per_prompt": 8,
-    "rollout.max_concurrent_samples": 64,
-    "training.groups_per_update": 4,
-    "training.learning_rate": 1e-3,
+    "rollout.max_concurrent_samples": 128,
+    "training.groups_per_update": 8,
+    "training.learning_rate": 3e-4,
+    "training.warmup_steps": 2,
+    "training.weight_decay": 0.0,
     "training.tokens_per_micro_batch": 8192,
     "algorithm.overlong_buffer.enable": False,
     "algorithm.filter_groups.enable": False,
+    "algorithm.loss_agg_mode": "seq-mean-token-mean",  # else wrong episodes, which are longer, push against all ends
     "environment.max_turns": 4,
-    "environment.workers": 4,
+    "environment.workers": 16,
     "runtime.deterministic": False,
 }
 PIECES = (
     r'<tool_call>\{"name": "\w+", "arguments": \{"\w+": |\}\}</tool_call>|</?answer>|\\n|\d|[a-zA-Z_]+| {4}|\s|[^\s\w]'
 )
 """What is one token: also all of a call but its argument, so that episodes are short."""
+REPLIES = "0123456789 \n'`\":.,-()[]= higher lower Right passed Traceback AssertionError SyntaxError Error not"
 Say = Callable[[str, int], str]
 """What somebody says, by the text so far and the turn."""
 
@@ -89,7 +93,7 @@ def learns(
     rng = random.Random(0)
     turns = [(row, say(row, rng)) for row in rng.choices(rows, k=episodes)]
     known = (text for row, said in turns for text in (row["prompt"], *(said("", turn) for turn in range(4))))
-    tokenizer = word_tokenizer(text for texts in (known, ["0123456789\n'`:.-"]) for text in texts)
+    tokenizer = word_tokenizer(text for texts in (known, [REPLIES]) for text in texts)
     config = config_for(folder, SETTINGS | keys)
     demonstrations = asyncio.run(played(config, PromptTemplate(config.data, tokenizer), turns))
     model = load_model(make_model(0, len(tokenizer)))
@@ -116,6 +120,22 @@ def example(name: str) -> ModuleType:
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
+
+
+def test_guess_the_number(tmp_path: Path) -> None:
+    """Without listening, as in two of three episodes, 4 guesses find 38%; with it, most."""
+
+    def say(row: Any, rng: random.Random) -> Say:
+        left, guesses, listens = range(1, 10), list[int](), rng.random() < 0.33
+        for _ in range(4):
+            guesses.append(rng.choice(left))
+            if listens and guesses[-1] != row["number"]:
+                higher = guesses[-1] < row["number"]
+                left = range(guesses[-1] + 1, left.stop) if higher else range(left.start, guesses[-1])
+        return lambda _, turn: str(guesses[turn])
+
+    keys = {"environment.name": f"{EXAMPLES}/guess_number.py:GuessNumber", "training.steps": 40}
+    improved(learns(tmp_path, keys, list(example("guess_number").rows(200)), say), 0.15)
 
 
 def test_countdown_with_a_calculator(tmp_path: Path) -> None:
