@@ -20,7 +20,6 @@ from dapo.checks.context import CheckContext, Finding
 from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeReward, MathReward, RewardConfig
 from dapo.config.composed_reward import plain_rewards
 from dapo.config.reward import RemoteReward
-from dapo.environments.player import scores_itself
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer
@@ -111,10 +110,7 @@ def check_sandbox(context: CheckContext) -> Iterator[Finding]:
 
 def check_reward(context: CheckContext) -> Iterator[Finding]:
     """Start the reward as training does, and score what is known to be right and wrong."""
-    if context.reward_works is False:  # the sandbox has told why
-        return
-    if scores_itself(context.config):
-        yield Finding("reward", "reward", "pass", "environment or agent score their episodes themselves")
+    if context.reward_works is False or context.own_reward:  # the sandbox has told why; the environment scores
         return
     findings: list[Finding] = []
     with _quiet():
