@@ -35,8 +35,8 @@ kept as numbers. T is data.max_length there, and t no more than rows_per_update 
 Compared with measurements in test_doctor_memory.py and test_stage_memory.py; the libraries' half a GiB is not in it. On
 a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns: while the trainer works
 the cache sleeps, and gradients are dropped with every update; the head is done with before the layers go backward. The
-larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case. vLLM takes all of cache_gib, once the learner has given back what it has freed. What is
-on another device (``rollout.device``) does not count.
+larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case. vLLM takes all of cache_gib,
+once the learner has given back what it has freed. What is on another device (``rollout.device``) does not count.
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
 the whole engine. The casts are then what is whole at a time: of two layers (one at work, one on its way) b a number,
