@@ -17,6 +17,7 @@ from dapo.observe.run_folder import RunFolder
 from dapo.training.critic import Critic
 from dapo.training.trainer import Trainer
 from dapo.util.shutdown import Stopped
+from episodes import chat_tokenizer
 from run_cases import SETTINGS, Recorder, last_checkpoint, run, steps_of, text_sum, weights_hash, without_times
 
 PPO: dict[str, Any] = {
@@ -152,6 +153,10 @@ def test_a_critic_may_begin_as_a_reward_model_and_the_policy_with_an_adapter(tmp
     changes = PPO | {"algorithm.critic.model": str(tmp_path / "reward/model-after"), "training.steps": 2}
     run(tmp_path / "run", changes, reward=text_sum)
     assert steps_of(tmp_path / "run")[0]["critic/values"] != 0
+    other = chat_tokenizer()
+    other.save_pretrained(tmp_path / "reward/model-after")
+    with pytest.raises(ConfigError, match="has another tokenizer than the policy"):
+        run(tmp_path / "other", changes, reward=text_sum)
     run(tmp_path / "policy", PPO | {"training.steps": 2})
     assert weights_hash(last_checkpoint(tmp_path / "run") / "critic/model") != weights_hash(
         last_checkpoint(tmp_path / "policy") / "critic/model"

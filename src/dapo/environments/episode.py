@@ -98,7 +98,10 @@ class Episode:
             if not knows_tools(self._template.source) and self._template.source:
                 messages, tools = told_otherwise(messages, tools), ()
             opening = self.trace.open(self._template.conversation(messages, tools))
-            room = min(self._limits.context - len(opening.context), self._limits.response - self.trace.tokens - len(opening.tail))
+            room = min(
+                self._limits.context - len(opening.context),
+                self._limits.response - self.trace.tokens - len(opening.tail),
+            )
             if room < 1:
                 raise Over(self.end("max_tokens"))
             sample = await self._sampled(opening, min(room, *filter(None, (self._config.max_turn_tokens, most, room))))

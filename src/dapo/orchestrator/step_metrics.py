@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, pstdev
 
 from dapo.algorithm.shaping import overlong_penalty
@@ -125,10 +125,12 @@ def _trained(groups: Sequence[Group], config: Config) -> dict[str, float]:
     kept = [s for g in groups for s in g.scored]
     if not kept:
         return {}
+    tokens = [s.loss_tokens for s in kept]
+    stakes = sum(abs(s.advantage) * n for s, n in zip(kept, tokens, strict=True))
     return {
         "reward/shaped_mean": fmean(s.shaped_reward for s in kept),
         "reward/overlong": fmean(_punished(s, config) for s in kept),
-        "advantage/mean_abs": _token_mean((abs(s.advantage), s.loss_tokens) for s in kept),
+        "advantage/mean_abs": stakes / max(sum(tokens), 1),
     }
 
 
@@ -147,13 +149,6 @@ def _punished(sample: Sample, config: Config) -> bool:
 def _path_element(name: str) -> str:
     """A part's name as one path element: a user may call a part anything."""
     return "_".join(name.replace("/", "_").split()) or "_"
-
-
-def _token_mean(values: Iterable[tuple[float, int]]) -> float:
-    total, tokens = 0.0, 0
-    for value, length in values:
-        total, tokens = total + value * length, tokens + length
-    return total / tokens if tokens else 0.0
 
 
 def _groups(rollout: RolloutBatch) -> dict[str, float]:
