@@ -370,6 +370,8 @@ def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
             f"algorithm.clip_ratio_high={high:g} is wide for gspo: the ratio of a whole response is a mean over its "
             "tokens and stays near 1, so nothing is clipped; the paper has 3e-4 and 4e-4 (recipes/method/gspo.yaml)"
         )
+    if config.algorithm.objective == "gspo" and config.algorithm.loss_agg_mode != "seq-mean-token-mean":
+        found.append("algorithm.loss_agg_mode: gspo is a mean over responses; use seq-mean-token-mean")
     rewards = config.reward.rewards.values() if config.reward.kind == "compose" else (config.reward,)
     if config.runtime.deterministic and any(reward.kind == "model" for reward in rewards):
         found.append(
