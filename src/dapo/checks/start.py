@@ -13,7 +13,7 @@ from dapo.config.tree import kl_in_loss_of_another
 from dapo.config.user_parts import own_part, own_parts
 from dapo.data.source import PromptSource
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
-from dapo.model.loading import POSITIONS_STATED, context_limit, load_tokenizer, named_stop_ids
+from dapo.model.loading import POSITIONS_STATED, context_limit, named_stop_ids
 from dapo.observe.progress import Listener
 from dapo.records import Prompt
 from dapo.reward.contract import Scorer
@@ -140,19 +140,6 @@ def check_vocabulary(model: Any, tokenizer: Any, config: Config, listener: Liste
             raise ConfigError(f"{where}: {wrong[0]} is no token of the model, whose ids are 0..{size - 1}")
     if not any(named.values()):
         listener.warning("neither model nor tokenizer names a stop token: every response will run to its limit")
-
-
-def check_critic(config: Config, tokenizer: Any) -> None:
-    """Raises ConfigError: the model of PPO's critic, which reads the policy's own tokens, has another tokenizer."""
-    named = config.algorithm.critic.model
-    if named is None or config.algorithm.kind != "ppo":
-        return
-    try:
-        known = load_tokenizer(named, config.model.trust_remote_code).get_vocab()
-    except ModelError:  # it comes without one
-        return
-    if not tokenizer.get_vocab().items() <= known.items():
-        raise ConfigError(f"algorithm.critic.model: {named} has another tokenizer than the policy; use one of its kin")
 
 
 def notice_generation_config(model: Any, listener: Listener) -> None:

@@ -12,7 +12,6 @@ import torch
 from dapo.algorithm.advantage import advantages
 from dapo.checks.checklist import brief
 from dapo.checks.start import (
-    check_critic,
     check_lengths,
     check_own_parts,
     check_vocabulary,
@@ -88,7 +87,6 @@ class Setup:
         listener.phase(f"a prompt as the model sees it: {template.show(source.prompts[0])}")
         check_lengths(config, described.config, heldout)
         check_vocabulary(described, tokenizer, config, listener, rows)
-        check_critic(config, tokenizer)
         if (own := own_advantage(config, overrides.advantage)) is not None:  # tried before the weights load
             advantages([1.0, -1.0, -1.0, 0.5], kind=own)
         if overrides.folder is None and overrides.resume is None:
