@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -18,15 +18,11 @@ def reference_policy(policy: Policy, kept: Literal["copy", "base", "offload"]) -
     """``policy`` as it is now, for good: a copy, or one in main memory. ``base``: the model under its adapter."""
     if kept == "copy":
         return policy.frozen_copy()
-    how: dict[str, Any] = {
-        "temperature": policy.temperature,
-        "tokens_per_micro_batch": policy.tokens_per_micro_batch,
-        "compute_dtype": policy.compute_dtype,
-        "held": policy.held,
-    }
+    how: dict[str, Any] = {one.name: getattr(policy, one.name) for one in fields(policy)}
     if kept == "base":
-        return _Base(policy.model, **how)
-    return _Offloaded(copy_model(policy.model, device=torch.device("cpu")), **how, home=str(policy.device))
+        return _Base(**how)
+    how["model"] = copy_model(policy.model, device=torch.device("cpu"))
+    return _Offloaded(**how, home=str(policy.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
