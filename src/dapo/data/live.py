@@ -10,7 +10,6 @@ The position is a place in the file, so each line is used once, by resumed runs 
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter, deque
@@ -21,6 +20,7 @@ from typing import Any
 from dapo.config.data import LiveConfig
 from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys, Row, check_row
 from dapo.errors import DataError
+from dapo.util.files import parse_json
 
 _MOST = 10_000
 """Prompts that may wait, and that feedback may be for; the oldest ones are dropped."""
@@ -93,8 +93,8 @@ class LiveRows:
                     break
                 self._offset, self._line = self._offset + len(line), self._line + 1
                 try:
-                    self._hear(json.loads(line))
-                except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                    self._hear(parse_json(line.decode("utf-8-sig")))
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
                     self.refuse(f"line {self._line}: {type(error).__name__}: {error}")
         while len(self._ready) > _MOST:
             self._ready.popleft()

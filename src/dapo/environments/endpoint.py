@@ -23,6 +23,7 @@ from starlette.routing import Route
 from dapo.environments.calls import Message
 from dapo.environments.episode import Answer, Episode, Over
 from dapo.errors import DataError
+from dapo.util.files import parse_json
 from dapo.util.gate import unless_gone
 from dapo.util.serving import LOCAL, listening_socket
 
@@ -131,8 +132,8 @@ async def _body(request: Request) -> dict[str, Any]:
         if len(content) > _LARGEST:
             raise _Refused(f"the request has more than {_LARGEST:,} bytes")
     try:
-        body = json.loads(content)
-    except (ValueError, RecursionError):
+        body = parse_json(bytes(content))
+    except ValueError:
         body = None
     if not isinstance(body, dict):
         raise _Refused("the body must be a JSON object")
