@@ -85,6 +85,16 @@ def test_a_template_that_rewrites_earlier_turns_begins_new_sequences():
     assert [turn.reward for part in sample.parts for turn in part.turns] == [0, 2.0, 0]
 
 
+def test_the_limit_is_that_of_the_episode_however_many_sequences_it_has():
+    tokenizer, limit = chat_tokenizer(strip_thinking=True), {"rollout__max_response_length": 300}
+    answer = "x" * 60 + "</think>" + call("add", a=1, b=2)
+    ((result, script, prompt),) = played(
+        "Calculator", lambda context, turn: answer, tokenizer=tokenizer, environment__max_turns=10**3, **limit
+    )
+    sample = consistent(result, script, prompt)
+    assert sample.more and sample.ended == "max_tokens" and sample.length == 300
+
+
 def test_a_cut_turn_is_masked_and_the_episode_kept():
     answers = ["x" * 50, "bye"]
     ((result, script, prompt),) = played("Talker", lambda context, turn: answers[turn], environment__max_turn_tokens=20)

@@ -104,7 +104,8 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"algorithm.filter_groups.enable": True}, "one sample is never right and wrong"),
+        ({"algorithm.filter_groups.enable": True}, "filter_groups.enable: one sample is never right and wrong"),
+        ({"data.sampling": "difficulty"}, "data.sampling: one sample is never right and wrong"),
         ({"algorithm.objective": "gspo"}, "an advantage for each token"),
         ({"rollout.max_staleness": 1, "runtime.deterministic": False}, "of the present policy; use 0"),
         ({"algorithm.critic.share_backbone": True, "algorithm.critic.model": "m"}, "leave critic.model"),

@@ -20,7 +20,6 @@ from dapo.ranking.calibrate import (
     measure,
     passing,
     read_thresholds,
-    threshold_of,
     write_calibrations,
 )
 from dapo.ranking.drift import FALSE_ALARMS, chance_of_fall, compare, rows_wanted, since
@@ -78,7 +77,7 @@ def test_each_writer_has_its_own_threshold(tmp_path: Path) -> None:
     kept = passing([Candidates("p", (), model="other"), every[0]], [[], scored[0]], thresholds)
     assert kept[0] == [] and [one.text for one in kept[1]] in (["a"], [], ["a", "b"])
     with pytest.raises(ConfigError, match="no threshold for responses of new, only for m1, other"):
-        threshold_of(thresholds, "new")
+        passing([Candidates("p", (), model="new")], [[]], thresholds)
     with pytest.raises(ConfigError, match="of the ranker rm; give another file"):
         write_calibrations(file, "another", found)
     with pytest.raises(ConfigError, match="holds no thresholds"):

@@ -72,6 +72,9 @@ def test_it_makes_rows_trains_and_tells_the_gain(task: dict[str, Path], method: 
     code, said = distil(task, "--method", method, "--samples", "4", "--gold", str(task["ranker"]), "--resume")
     assert code == 0 and (run / "report.json").read_text() == before, said
     assert "other settings" in " ".join(distil(task, "--samples", "3", "--resume")[1].split())
+    (run.parent / "other.yaml").write_text(task["ranker"].read_text())
+    other = distil(task | {"ranker": run.parent / "other.yaml"}, "--method", method, "--samples", "4", "--resume")
+    assert "other settings" in " ".join(other[1].split())  # the model was not distilled from this one
 
 
 def test_a_filter_that_lets_nothing_through_is_told(task: dict[str, Path], tmp_path: Path) -> None:

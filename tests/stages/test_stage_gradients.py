@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from dapo.algorithm.preference import PairObjective, ScoreObjective, outcome_objective
 from dapo.config import TrainingConfig
 from dapo.data.examples import Example
+from dapo.model.classifier import as_classifier
 from dapo.model.loading import load_model
 from dapo.stages.batches import demonstrations, labelled_inputs, labels, ranked_inputs, rankings
-from dapo.stages.reward_model import ScorePolicy, as_classifier
 from dapo.stages.sft import cross_entropy, inputs_of
+from dapo.training.scores import ScorePolicy
 from dapo.training.trainer import Trainer
 from helpers import VOCAB, random_model
 

@@ -60,7 +60,6 @@ def reward_server(
         with extra("server", "dapo reward-server", RewardError):
             from dapo.ranking.calibrate import read_thresholds
             from dapo.ranking.endpoints import Rankers, router
-            from dapo.ranking.score import Ranker
             from dapo.reward.server import ServerLimits, Service, serve
             from dapo.util.serving import Address
         config = load_reward(recipe, overrides or [])
@@ -70,7 +69,7 @@ def reward_server(
         thresholds = {recipe: read_thresholds(calibration)} if calibration else {}
 
         def ranking(service: Service) -> Any:
-            rankers = Rankers({recipe: Ranker(recipe, service.scorer)}, thresholds)
+            rankers = Rankers({recipe: service.scorer}, thresholds)
             return router(lambda: rankers, limits.max_items)
 
         asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say, more=ranking))

@@ -22,7 +22,7 @@ Ask = Callable[[tuple[int, ...], int, int], Awaitable[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a sequence in tokens: ``context`` with its prompt, ``response`` without."""
+    """In tokens: ``context`` of a sequence with its prompt, ``response`` of all sequences together without theirs."""
 
     context: int
     response: int
@@ -100,7 +100,8 @@ class Episode:
                 messages, tools = told_otherwise(messages, tools), ()
             text = self._template.conversation(messages, tools)
             opening = self.trace.open(text.encode(errors="replace").decode())  # lone surrogates, from JSON, are "?"
-            room = min(self._limits.context - len(opening.context), self._limits.response - opening.behind_prompt)
+            left = self._limits.response - self.trace.tokens - len(opening.tail)
+            room = min(self._limits.context - len(opening.context), left)
             if room < 1:
                 raise Over(self.end("max_tokens"))
             sample = await self._sampled(opening, min(room, *filter(None, (self._config.max_turn_tokens, most, room))))
