@@ -928,7 +928,8 @@ def test_no_key_of_an_unrelated_section_is_suggested(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "ours"), [("critic", "critic"), ("critic.lr", "critic.learning_rate"), ("algorithm.gae_lambda", "critic.lam")]
+    ("key", "ours"),
+    [("critic", "critic"), ("critic.lr", "critic.learning_rate"), ("algorithm.gae_lambda", "critic.lam")],
 )
 def test_the_critic_of_other_systems_is_found(key: str, ours: str) -> None:
     assert f"algorithm.{ours}" in nearest_key(key) and "not needed" not in nearest_key(key)
