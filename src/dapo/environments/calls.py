@@ -82,7 +82,7 @@ def told_otherwise(messages: Sequence[Message], tools: Sequence[Schema]) -> list
         else:
             found.append({"role": "tool", "content": said})
     if tools:
-        asked = _ASKED.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+        asked = _ASKED.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
         if found and found[0]["role"] == "system":
             found[0]["content"] += f"\n\n{asked}"
         else:

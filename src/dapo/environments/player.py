@@ -100,6 +100,7 @@ class Player:
         except (ScoringFailed, _Died) as error:
             episode.end("died")
             why = str(error)
+        await episode.quiet()  # an agent may have a thread that goes on
         if episode.failed is not None:
             raise episode.failed
         if not self._config.agent and not why and session.alive:
