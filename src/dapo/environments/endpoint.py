@@ -147,9 +147,8 @@ def _checked(body: dict[str, Any], temperature: float) -> list[dict[str, Any]]:
         if value is None or name in _TAKEN or value in as_it_is.get(name, ()):
             continue
         raise _Refused(f"{name}: sampling is that of the run (temperature {temperature:g}, nothing cut); leave it out")
-    messages = _listed("messages", body.get("messages"))
-    if not messages:
-        raise _Refused("messages: must be a list of messages")
+    if not (messages := _listed("messages", body.get("messages"))):
+        raise _Refused("messages: there are none")
     return [_plain(place, dict(one)) for place, one in enumerate(messages)]
 
 
