@@ -78,14 +78,21 @@ def distil(
     distilled = with_values(config, {"model.path": str(plan.folder / PHASE / "model-after")})
     after = _sampled(distilled, plan.heldout, plan.folder / "heldout-after.jsonl", listener)
     listener.phase("measuring on held-out prompts")
-    chosen_by = score_rows(ranker(), heldout)
-    found: dict[str, Any] = {"rows": len(rows), "prompts": len(heldout)}
-    found["samples"] = config.evaluation.samples_per_prompt
-    for name, judge in (("ranker", ranker), ("gold", gold)):
-        if judge is not None:
-            found[name] = _measured(judge, heldout, after, chosen_by)
+    judges = {"ranker": ranker} | ({"gold": gold} if gold else {})
+    scores = {name: score_rows(judge(), [*heldout, *after]) for name, judge in judges.items()}
+    count, lines = len(heldout), []
+    found: dict[str, Any] = {"rows": len(rows), "prompts": count, "samples": config.evaluation.samples_per_prompt}
+    for name, both in scores.items():
+        told = _measured(both[:count], both[count:], scores["ranker"][:count])
+        found[name] = {key: asdict(one) for key, one in told.items()}
+        kept = told.pop("kept", None)
+        share = kept.text(".0%") if kept else "best-of-n gains nothing"
+        lines.append([name, *(one.text(".3f") for one in told.values()), share])
     write_json(plan.folder / "report.json", found)
-    write_atomic(plan.folder / "report.md", _report(plan, found))
+    said = f"{plan.method} on {len(rows)} rows; measured on {count} held-out prompts."
+    header = ["by", "one sample", "best of n", "distilled, one sample", "share of the gain kept"]
+    sections = [Section("Gain", [Text(said), Rows(header, lines)])]
+    write_atomic(plan.folder / "report.md", as_markdown(f"Distilled from the best of {found['samples']}", sections))
     return found
 
 
@@ -94,7 +101,8 @@ def _claim(plan: Plan, config: Config, resume: bool) -> None:
     file = plan.folder / "distil.json"
     sections = config.model_dump(mode="json", include={"model", "data", "evaluation", "seed"})
     files = {"train": list(plan.train), "heldout": list(plan.heldout)}
-    told = {**sections, **files, "ranker": plan.ranker, "method": plan.method, "thresholds": plan.thresholds}
+    how = {"ranker": plan.ranker, "method": plan.method, "thresholds": plan.thresholds, "stage": list(plan.stage)}
+    told = {**sections, **files, **how}
     if not file.is_file():
         plan.folder.mkdir(parents=True, exist_ok=True)
         write_json(file, told)
@@ -146,13 +154,12 @@ def _recipe(plan: Plan, config: Config) -> dict[str, Any]:
 
 
 def _measured(
-    judge: Load, before: Sequence[Candidates], after: Sequence[Candidates], chosen_by: Sequence[Sequence[Scored]]
-) -> dict[str, Any]:
-    """Mean scores of one sample, of the best of n by the ranker, and of the distilled policy; and which share of what
-    best-of-n gains over one sample the distilled policy has, with a bootstrap interval over prompts."""
-    both = score_rows(judge(), [*before, *after])
+    before: Sequence[Sequence[Scored]], after: Sequence[Sequence[Scored]], chosen_by: Sequence[Sequence[Scored]]
+) -> dict[str, Estimate]:
+    """Mean scores of one sample, of the best of n by ``chosen_by``, and of the distilled policy; and which share of
+    what best-of-n gains over one sample the distilled policy has, if it gains anything."""
     columns = list[list[float]]()
-    for chosen, worth, new in zip(chosen_by, both[: len(before)], both[len(before) :], strict=True):
+    for worth, new, chosen in zip(before, after, chosen_by, strict=True):
         usable = [(a.score, b.score) for a, b in zip(chosen, worth, strict=True) if None not in (a.score, b.score)]
         distilled = [one.score for one in new if one.score is not None]
         if usable and distilled:
@@ -160,22 +167,9 @@ def _measured(
             columns.append([fmean(values), best_of(scores, values, len(values)), fmean(distilled)])
     if not columns:
         raise DataError("no held-out prompt has samples with scores, so the gain cannot be measured")
-    single, best, after_one = table = np.array(columns).T
-    told = zip(("one_sample", "best_of_n", "distilled"), estimate_means(table.T, [False] * 3), strict=True)
-    found = {name: asdict(estimate) for name, estimate in told}
+    table = np.array(columns)
+    found = dict(zip(("one_sample", "best_of_n", "distilled"), estimate_means(table, [False] * 3), strict=True))
+    single, best, distilled_one = table.T
     if best.mean() > single.mean():
-        found["kept"] = asdict(estimate_ratio(after_one - single, best - single))
+        found["kept"] = estimate_ratio(distilled_one - single, best - single)
     return found
-
-
-def _report(plan: Plan, found: Mapping[str, Any]) -> str:
-    rows = []
-    for name in ("ranker", "gold"):
-        if name in found:
-            each = [Estimate(**found[name][key]).text(".3f") for key in ("one_sample", "best_of_n", "distilled")]
-            kept = found[name].get("kept")
-            rows.append([name, *each, Estimate(**kept).text(".0%") if kept else "best-of-n gains nothing"])
-    said = f"{plan.method} on {found['rows']} rows; measured on {found['prompts']} held-out prompts."
-    header = ["by", "one sample", "best of n", "distilled, one sample", "share of the gain kept"]
-    sections = [Section("Gain", [Text(said), Rows(header, rows)])]
-    return as_markdown(f"Distilled from the best of {found['samples']}", sections)

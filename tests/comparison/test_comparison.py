@@ -109,6 +109,9 @@ def test_a_comparison_grows_by_recipes_and_seeds_and_is_no_other_one(here: Path)
     ):
         with pytest.raises(ConfigError, match=r"another comparison is there.*\n.*(minutes|temperature): was"):
             declared(**change)
+    (here / "out/comparison.json").write_text('{"seeds": [1]}')
+    with pytest.raises(UserError, match=r"out/comparison.json: cannot be read: KeyError: 'budget'"):
+        Comparison.read(Path("out"))
     (here / "other").mkdir()
     (here / "other/file").touch()
     with pytest.raises(ConfigError, match="exists and is no comparison"):

@@ -118,5 +118,7 @@ def test_at_least_half_of_the_gain_is_kept(tmp_path: Path, method: str) -> None:
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     print((tmp_path / "run" / "report.md").read_text())
     for by in ("ranker", "gold"):
-        assert report[by]["best_of_n"]["low"] > report[by]["one_sample"]["high"]
+        best, single = report[by]["best_of_n"], report[by]["one_sample"]
+        least = best["value"] if best["low"] is None else best["low"]  # the best of all prompts may be the same
+        assert least > single["high"]
         assert report[by]["kept"]["value"] >= 0.5 or (by, method) == ("gold", "dpo")

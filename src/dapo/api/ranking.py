@@ -74,6 +74,6 @@ def filter(
 
     if (threshold is None) == (calibration is None):
         raise ConfigError("filter: give one of threshold (a number) and calibration (of dapo filter --calibration)")
-    thresholds = {writer: threshold or 0.0} if calibration is None else read_thresholds(Path(calibration))
+    thresholds = {writer: threshold or 0.0} if calibration is None else read_thresholds(Path(calibration), model)
     scored = sorted(rank(model, prompt, candidates, **how), key=lambda one: one.index)
     return passing([Candidates(prompt, (), model=writer)], [scored], thresholds)[0]

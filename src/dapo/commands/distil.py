@@ -62,7 +62,7 @@ def distil(
         _, config = settings_for(policy, sampling, {"evaluation": {"data": data, "rows": None}})
         judge = partial(load_ranker, ranker, reference=reference)
         judge()  # so that what is wrong with its name shows at once
-        thresholds = None if calibration is None else read_thresholds(calibration)
+        thresholds = None if calibration is None else read_thresholds(calibration, ranker)
         plan = Plan(config, ranker, data, heldout, folder, method, thresholds, overrides or ())
         with (
             closing(make_listener(quiet, Terminal(stderr=True))) as listener,

@@ -110,7 +110,7 @@ def filter_responses(
                 write_calibrations(calibration, model, found)
             _say(_told(found), output if files else calibration or Path())
         else:
-            thresholds = {EVERY: threshold or 0.0} if calibration is None else read_thresholds(calibration)
+            thresholds = {EVERY: threshold or 0.0} if calibration is None else read_thresholds(calibration, model)
         if files:
             given, scored = _scored(load(), files, rows)
             kept = passing(given, scored, thresholds)

@@ -66,7 +66,7 @@ def reward_server(
         address = Address(host, port, Address.token_in(token_env))
         limits = ServerLimits(max_waiting, min(max_items, max_waiting), int(max_body_mb * 2**20), max_text)
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
-        thresholds = {recipe: read_thresholds(calibration)} if calibration else {}
+        thresholds = {recipe: read_thresholds(calibration, recipe)} if calibration else {}
 
         def ranking(service: Service) -> Any:
             rankers = Rankers({recipe: service.scorer}, thresholds)

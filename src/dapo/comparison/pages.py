@@ -28,9 +28,8 @@ NOTES = (
 
 def sections_of(table: Table, figure: Figure | None = None) -> list[Section]:
     """``figure``: the curves, if they can be drawn."""
-    declared = table.comparison.tree
-    budget = ", ".join(f"{amount:g} {key}" for key, amount in declared["budget"].items())
-    heading = Text(f"{budget} for each, seeds {', '.join(map(str, declared['seeds']))}.")
+    key, amount = table.comparison.budget
+    heading = Text(f"{amount:g} {key} for each, seeds {', '.join(map(str, table.comparison.seeds))}.")
     blocks: list[Block] = [heading, Rows(["", *table.names], table.lines()), Text(NOTES), *map(Text, table.failures())]
     found = [Section("Comparison", blocks)]
     if wins := win_lines(table):

@@ -13,11 +13,8 @@ import numpy as np
 
 from dapo.comparison.folder import Cell, Comparison
 from dapo.comparison.recipes import BUDGETS
-from dapo.config import build_config
-from dapo.config.stages import build_stage
 from dapo.errors import UserError
 from dapo.evaluation.statistics import Estimate, estimate_means, half, noise
-from dapo.observe.alarms import Alarms
 from dapo.observe.costs import costs, gpus_of, total
 from dapo.observe.run_view import RunView, is_run
 
@@ -131,18 +128,10 @@ def _operations(view: RunView, parameters: int) -> float:
 
 def _spikes(view: RunView) -> int:
     """Steps in which the alarm of this name was on."""
-    tree = dict(view.config)
     try:
-        config: Any = build_stage(tree["stage"], tree) if "stage" in tree else build_config(tree)
+        return sum("gradient spike" in found for _, found, _ in view.alarms())
     except UserError:  # of another version
         return 0
-    alarms, count = Alarms(config, view.changes), 0
-    for entry in view.metrics:
-        if entry["step"]:
-            alarms.observe(entry["step"], entry)
-            alarms.settle()
-            count += "gradient spike" in alarms.found
-    return count
 
 
 @dataclass(frozen=True)
@@ -166,18 +155,22 @@ class Table:
     def names(self) -> list[str]:
         return list(self.every)
 
+    @property
+    def _cells(self) -> list[Measured]:
+        return [one for several in self.every.values() for one in several]
+
     @cached_property
     def done(self) -> dict[str, list[Measured]]:
         return {name: [one for one in cells if one.rows] for name, cells in self.every.items()}
 
     @cached_property
     def metric(self) -> str:
-        return next((one.metric for cells in self.done.values() for one in cells), "accuracy")
+        return next((one.metric for one in self._cells if one.rows), "accuracy")
 
     @cached_property
     def ends(self) -> dict[str, float]:
         """By budget the place up to which the curves of all cells that are done and have one go."""
-        last = [one.curve[-1][0] for cells in self.done.values() for one in cells if one.curve]
+        last = [one.curve[-1][0] for one in self._cells if one.rows and one.curve]
         return {axis: min(used[axis] for used in last) for axis in BUDGETS} if last else {}
 
     def values(self, axis: str | None = None) -> dict[str, list[float]]:
@@ -221,16 +214,15 @@ class Table:
 
     def failures(self) -> list[str]:
         """What went wrong, a line for each cell."""
-        cells = [one for several in self.every.values() for one in several if one.failed]
-        return [f"{one.cell.name} failed: {one.failed} (see {one.cell.file('log')})" for one in cells]
+        failed = [one for one in self._cells if one.failed]
+        return [f"{one.cell.name} failed: {one.failed} (see {one.cell.file('log')})" for one in failed]
 
     def cells(self) -> list[dict[str, Any]]:
         """What the lines are made of."""
         return [
             {"recipe": one.cell.recipe, "seed": one.cell.seed, "failed": one.failed}
             | {self.metric: one.value if one.rows else None, **one.numbers}
-            for several in self.every.values()
-            for one in several
+            for one in self._cells
         ]
 
     @property

@@ -19,6 +19,7 @@ from dapo.evaluation.statistics import Estimate, estimate_ratio, estimate_share
 from dapo.ranking.rows import EVERY, Candidates
 from dapo.ranking.score import Scored
 from dapo.util.files import read_json, write_json
+from dapo.util.terminal import warn
 
 Goal = Literal["precision", "recall"]
 FEWEST = 20
@@ -162,10 +163,14 @@ def write_calibrations(file: Path, ranker: str, found: Mapping[str, Calibration]
     write_json(file, {"ranker": ranker, "models": {**before, **told}})
 
 
-def read_thresholds(file: Path) -> dict[str, float]:
-    """By language model. Raises ConfigError: the file is missing, or none that ``dapo filter`` wrote."""
+def read_thresholds(file: Path, ranker: object) -> dict[str, float]:
+    """By language model; warns where they were chosen for another ``ranker``, by its name.
+    Raises ConfigError: the file is missing, or none that ``dapo filter`` wrote."""
     try:
-        return {str(name): float(one["threshold"]) for name, one in read_json(file)["models"].items()}
+        held = read_json(file)
+        if held["ranker"] != str(ranker):
+            warn(f"{file}: its thresholds are of the ranker {held['ranker']}, and {ranker} scores here")
+        return {str(name): float(one["threshold"]) for name, one in held["models"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{file}: holds no thresholds ({type(error).__name__}); dapo filter RANKER --labelled ROWS --precision P "

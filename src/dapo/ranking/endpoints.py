@@ -51,7 +51,7 @@ def load_rankers(named: Mapping[str, str], calibrations: Mapping[str, str]) -> R
     if unknown := calibrations.keys() - named.keys():
         raise ConfigError(f"--calibration {min(unknown)}=...: there is no --ranker of this name")
     found = {name: load_ranker(model) for name, model in named.items()}
-    return Rankers(found, {name: read_thresholds(Path(file)) for name, file in calibrations.items()})
+    return Rankers(found, {name: read_thresholds(Path(file), named[name]) for name, file in calibrations.items()})
 
 
 def router(rankers: Callable[[], Rankers], most: int) -> APIRouter:
