@@ -250,12 +250,11 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
             "algorithm.objective: gspo has one ratio for a whole response, and ppo an advantage for each token; use "
             "objective=dapo or cispo, or algorithm.kind=group"
         )
-    mixed = {"algorithm.filter_groups.enable": (algorithm.filter_groups.enable, False)}
-    mixed |= {"data.sampling": (config.data.sampling, "uniform")}
-    for key, (given, works) in mixed.items() if config.rollout.samples_per_prompt < 2 else ():
-        if given != works:
-            told = "one sample is never right and wrong, which it looks for"
-            yield f"{key}: {told}; use {str(works).lower()} or rollout.samples_per_prompt=2"
+    asked = {"algorithm.filter_groups.enable=false": algorithm.filter_groups.enable}
+    for works, mixed in (asked | {"data.sampling=uniform": config.data.sampling == "difficulty"}).items():
+        if mixed and config.rollout.samples_per_prompt < 2:
+            key = works.partition("=")[0]
+            yield f"{key}: one sample is never right and wrong; use {works} or rollout.samples_per_prompt=2"
     if config.rollout.max_staleness:
         yield (
             f"rollout.max_staleness: is {config.rollout.max_staleness}, but values of a critic are of samples of the "
