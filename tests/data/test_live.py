@@ -98,7 +98,13 @@ def test_a_file_that_was_replaced_is_read_anew_and_one_that_cannot_be_read_is_na
     journal.file.rename(journal.file.with_suffix(".old"))  # as logs are rotated
     journal.add("long name", prompt="a longer prompt", answer=2)
     journal.add("b", prompt="q", answer=3)
-    assert taken(rows) == [("long name", "2"), ("b", "3")] and "read anew" in journal.told[0]
+    again = journal.rows()
+    again.load_state(json.loads(json.dumps(rows.state())))  # a resumed run, too
+    assert taken(rows) == taken(again) == [("long name", "2"), ("b", "3")] and "read anew" in journal.told[0]
+    journal.file.write_bytes(b"")
+    assert taken(rows) == taken(rows) == []
+    journal.add("c", prompt="r", answer=4)
+    assert taken(rows) == [("c", "4")]
     journal.file.unlink()
     journal.file.mkdir()
     with pytest.raises(DataError, match=r"data.live: .* Is a directory"):

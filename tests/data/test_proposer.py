@@ -13,6 +13,7 @@ from dapo.config import DataConfig
 from dapo.config.data import ProposerConfig
 from dapo.data.proposer import Proposer
 from dapo.data.source import load_prompts
+from dapo.errors import ConfigError
 from dapo.records import Group, Prompt, Reward, Sample
 from run_cases import run, steps_of, text_sum
 
@@ -99,6 +100,8 @@ def test_half_solved_ones_are_its_examples_and_a_feed_to_train_it_on(tmp_path):
     assert shown[:2] == ["half", "most"]
     rewards = {line["prompt"]: line["reward"] for line in map(json.loads, feed.read_text().splitlines())}
     assert rewards == {"hard": 0, "half": 1, "easy": 0, "most": 0.5} and one.metrics()["proposer/reward"] == 0.375
+    with pytest.raises(ConfigError, match=r"data\.proposer\.feed: cannot write"):
+        proposer(model, feed=str(tmp_path / "none" / "feed.jsonl"))
 
 
 @pytest.mark.parametrize(

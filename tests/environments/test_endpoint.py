@@ -120,12 +120,22 @@ def test_a_request_after_the_end_is_refused_and_asks_nothing():
     assert over.json()["error"]["message"] == "this episode is over: timeout"
 
 
+def test_what_is_asked_at_the_end_is_given_up_and_no_part_of_the_episode():
+    results = played(
+        "agents_for_tests.py:with_a_thread", lambda *_: "7", prompts=2, think_s=0.1, environment__workers=1
+    )
+    for one in results:
+        assert one[0].reward.value == 1.0
+        assert consistent(*one).ended == "done" and len(one[1].samples) < 20
+
+
 def test_a_client_that_goes_away_frees_the_engine():
     config = settings(environment__agent=f"{SUPPORT}/agents_for_tests.py:sleeping")
     template = PromptTemplate(config.data, TOKENIZER)
-    freed = []
+    begun, freed = asyncio.Event(), []
 
     async def ask(*given):
+        begun.set()
         try:
             await asyncio.sleep(100)
         except asyncio.CancelledError:
@@ -134,12 +144,15 @@ def test_a_client_that_goes_away_frees_the_engine():
 
     async def work():
         async with player_for(config, template)() as player:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(1), player.seat() as session:
-                    await player.play(session, Prompt(0, "Go", (1,), "7"), ask)
-            await asyncio.sleep(0.5)
+            async with player.seat() as session:
+                playing = asyncio.create_task(player.play(session, Prompt(0, "Go", (1,), "7"), ask))
+                await begun.wait()
+                playing.cancel()
+                await asyncio.wait([playing])
+            while not freed:
+                await asyncio.sleep(0.05)
 
-    asyncio.run(work())
+    asyncio.run(asyncio.wait_for(work(), 60))
     assert freed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,22 +221,24 @@ def test_evaluate_tells_of_drift_of_a_ranker(recipe: Path, tmp_path: Path) -> No
     assert "takes about" in told[-1] and "made with 400" in told[-1]
 
 
-def test_thumbs_become_pairs_with_who_and_when(tmp_path: Path) -> None:
-    thumbs = [
-        ("p", "good", "up", "ana"),
-        ("p", "bad", "down", "bo"),
-        ("p", "worse", "down", "bo"),
-        ("q", "x", "up", "ana"),
-    ]
-    lines = [{"prompt": p, "response": r, "thumb": t, "who": w, "time": k} for k, (p, r, t, w) in enumerate(thumbs)]
+def test_thumbs_on_served_answers_become_pairs(tmp_path: Path) -> None:
+    def asked(prompt: str, response: str | None) -> dict[str, Any]:
+        return {"id": str(response), "prompt": [{"role": "user", "content": prompt}], "response": response}
+
+    def said(name: str, **feedback: Any) -> dict[str, Any]:
+        return {"id": name, "feedback": feedback}
+
+    lines = [*(asked("p", text) for text in ("good", "bad", "worse", None)), asked("q", "x")]
+    lines += [said("good", thumbs=1), said("good", thumbs=1), said("x", thumbs=1), said("unknown", thumbs=1)]
+    lines += [said("None", thumbs=-1), said("bad", edit="better"), said("bad", thumbs=-1), said("worse", thumbs=-1)]
     out = tmp_path / "pairs.jsonl"
-    assert run("votes", write(tmp_path / "thumbs.jsonl", lines), "--output", out)[0].startswith(
-        "1 pairs of an up and a down"
-    )
-    pair = {"prompt": "p", "chosen": "good", "rejected": "bad", "chosen_who": "ana", "chosen_time": 0}
-    assert json.loads(out.read_text()) == pair | {"rejected_who": "bo", "rejected_time": 1}
-    done = CliRunner().invoke(app, ["votes", str(write(tmp_path / "bad.jsonl", [{"prompt": "p"}]))])
-    assert done.exit_code and "bad.jsonl:1: not a thumb" in " ".join(done.output.split())
+    told = run("votes", write(tmp_path / "live.jsonl", lines), "--output", out)
+    assert told[0].startswith("1 pairs of an up and a down")
+    pair = {"prompt": asked("p", "")["prompt"], "chosen": "good", "rejected": "bad"}
+    assert json.loads(out.read_text()) == pair | {"chosen_id": "good", "rejected_id": "bad"}
+    for bad in ({"prompt": "p"}, {"id": "a", "feedback": "up"}, ["x"]):
+        done = CliRunner().invoke(app, ["votes", str(write(tmp_path / "bad.jsonl", [bad]))])
+        assert done.exit_code and "bad.jsonl:1: neither a prompt nor feedback" in " ".join(done.output.split())
 
 
 def test_four_bits_need_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 import time
 import urllib.request
 
@@ -28,6 +29,14 @@ def endless(base_url, row):
 def sleeping(base_url, row):
     said(base_url, [{"role": "user", "content": "x"}])
     time.sleep(1000)
+
+
+def with_a_thread(base_url, row):
+    """Returns while a thread of its own goes on asking."""
+    messages = [{"role": "user", "content": "x"}]
+    threading.Thread(target=lambda: [said(base_url, messages) for _ in range(20)], daemon=True).start()
+    time.sleep(0.3)
+    return 1.0
 
 
 def failing_once(base_url, row):

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def votes(
-    run: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Run folder, or a file of thumbs.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="Run folder, or a file of dapo serve --live.")],
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write preference pairs (prompt, chosen, rejected) there, as JSON lines."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Say which of a run's models people prefer, by the votes that were cast in dapo ui. Of a file of thumbs (prompt,
-    response, thumb up or down, and who, time, model) only pairs are made.
+    """Say which of a run's models people prefer, by the votes that were cast in dapo ui. Of a file of
+    dapo serve --live, the responses with a thumb up and those with a thumb down become pairs.
 
     The interval is of 95%, over the votes that found one answer better than the other.
     """
@@ -34,7 +34,7 @@ def votes(
         from dapo.evaluation.votes import preference_pairs, read_votes, tallies, thumb_pairs, write_pairs
         from dapo.observe.run_view import RunView
 
-        if run.is_file():  # thumbs
+        if run.is_file():
             pairs = list(thumb_pairs(run))
             print(f"{len(pairs)} pairs of an up and a down" + (f" in {output}" if output else ""))
             if output is not None:

@@ -10,8 +10,6 @@ The position is a place in the file, so each line is used once, by resumed runs 
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -21,6 +19,7 @@ from typing import Any
 from dapo.config.data import LiveConfig
 from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys, Row, check_row
 from dapo.errors import DataError
+from dapo.util.files import parse_json
 
 _MOST = 10_000
 """Prompts that may wait, and that feedback may be for; the oldest ones are dropped."""
@@ -42,7 +41,9 @@ class LiveRows:
         self.share = config.share
         self._file, self._expire_s = Path(config.path or ""), config.expire_s
         self._needs_answer, self._warn, self._now = answer_required, warn, now
-        self._offset = self._line = self._inode = 0
+        self._offset = self._line = 0
+        self._tail = ""
+        """The end of what was read, by which the file is known again."""
         self._known: dict[str, dict[str, Any]] = {}
         """Prompts that feedback may come for, by id, the oldest first."""
         self._ready: deque[dict[str, Any]] = deque()
@@ -82,19 +83,18 @@ class LiveRows:
         except OSError as error:
             raise DataError(f"data.live: {self._file}: {error.strerror}") from None
         with file:
-            now = os.fstat(file.fileno())
-            if now.st_size < self._offset or self._inode not in (0, now.st_ino):
+            file.seek(self._offset - len(self._tail))
+            if file.read(len(self._tail)) != self._tail.encode("latin-1"):
                 self._warn(f"data.live: {self._file} is another file now, or was cut: it is read anew")
-                self._offset = self._line = 0
-            self._inode = now.st_ino
-            file.seek(self._offset)
+                self._offset, self._line, self._tail = file.seek(0), 0, ""
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self._offset, self._line = self._offset + len(line), self._line + 1
+                self._tail = line[-200:].decode("latin-1")
                 try:
-                    self._hear(json.loads(line))
-                except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                    self._hear(parse_json(line.decode("utf-8-sig")))
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
                     self.refuse(f"line {self._line}: {type(error).__name__}: {error}")
         while len(self._ready) > _MOST:
             self._ready.popleft()
@@ -145,11 +145,12 @@ class LiveRows:
 
     def state(self) -> dict[str, Any]:
         return {
-            **{"offset": self._offset, "line": self._line, "counts": dict(self._counts)},
+            **{"offset": self._offset, "line": self._line, "tail": self._tail, "counts": dict(self._counts)},
             **{"known": list(self._known.values()), "ready": list(self._ready)},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._offset, self._line, self._counts = state["offset"], state["line"], Counter(state["counts"])
+        self._offset, self._line, self._tail = state["offset"], state["line"], state["tail"]
+        self._counts = Counter(state["counts"])
         self._known = {entry["id"]: dict(entry) for entry in state["known"]}
         self._ready = deque(state["ready"])

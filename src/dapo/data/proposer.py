@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from dapo.data.overlap import exact_key, find_overlap
 from dapo.data.rows import BadRow, Keys, Row, check_row
 from dapo.errors import ConfigError, extra
 from dapo.records import Group
-from dapo.util.files import json_line
+from dapo.util.files import json_line, parse_json
 from dapo.util.user_code import load_named
 
 Proposals = list[tuple[str, dict[str, str]]]
@@ -75,6 +76,10 @@ class Proposer:
         """``seen``: training prompts. ``held``: those to evaluate on. ``ask``: in place of the endpoint."""
         self.share, self._config, self._held, self._warn = config.share, config, held, warn
         self._ask = ask or ask_endpoint(config)
+        try:
+            Path(config.feed or os.devnull).open("a").close()
+        except OSError as error:
+            raise ConfigError(f"data.proposer.feed: cannot write {config.feed}: {error.strerror}") from None
         self._holds = load_named(config.verify, "data.proposer.verify") if config.verify else self._comes_again
         self._seen = {exact_key(text) for text in seen}
         self._own: list[int] = []
@@ -118,9 +123,9 @@ class Proposer:
         found, taken = Proposals(), set[int]()
         for line in [line for line in reply.splitlines() if line.strip().startswith("{")][:8]:
             try:
-                row = check_row(json.loads(line), Keys(), "")
+                row = check_row(parse_json(line), Keys(), "")
                 one = {"prompt": row.text, "answer": row.answer or ""}
-            except (ValueError, RecursionError, BadRow):
+            except (ValueError, BadRow):
                 found.append(("bad", {}))
                 continue
             key = exact_key(one["prompt"])

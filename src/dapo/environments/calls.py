@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo.errors import ConfigError
+from dapo.util.files import parse_json
 
 RESERVED = ("reset", "reply", "reward", "close")
 """Public methods of an environment that are no tools."""
@@ -81,7 +82,7 @@ def told_otherwise(messages: Sequence[Message], tools: Sequence[Schema]) -> list
         else:
             found.append({"role": "tool", "content": said})
     if tools:
-        asked = _ASKED.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+        asked = _ASKED.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
         if found and found[0]["role"] == "system":
             found[0]["content"] += f"\n\n{asked}"
         else:
@@ -93,16 +94,16 @@ def told_otherwise(messages: Sequence[Message], tools: Sequence[Schema]) -> list
 
 
 def _object(text: str) -> Call:
-    found = json.loads(text)
+    found = parse_json(text)
     arguments = found.get("arguments", found.get("parameters", {}))
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(found.get("name"), str) or not isinstance(arguments, dict):
         raise ValueError('a call is {"name": ..., "arguments": {...}}')
     return Call(found["name"], arguments)
 
 
 def _listed(text: str) -> list[Call]:
-    found = json.loads(text)
+    found = parse_json(text)
     return [_object(json.dumps(one)) for one in (found if isinstance(found, list) else [found])]
 
 
@@ -117,8 +118,8 @@ def _xml(text: str) -> Call:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return text
 
 
@@ -140,7 +141,7 @@ def calls_in(text: str, template: str) -> tuple[str, list[Call]]:
     for place in found:
         try:
             made = read(place[1])
-        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        except (ValueError, AttributeError, TypeError) as error:
             raise Malformed(f"the call cannot be read: {error}") from None
         calls += made if isinstance(made, list) else [made]
     return (text[: found[0].start()] if found else text), calls

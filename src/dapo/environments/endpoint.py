@@ -23,6 +23,7 @@ from starlette.routing import Route
 from dapo.environments.calls import Message
 from dapo.environments.episode import Answer, Episode, Over
 from dapo.errors import DataError
+from dapo.util.files import parse_json
 from dapo.util.gate import unless_gone
 from dapo.util.serving import LOCAL, listening_socket
 
@@ -131,8 +132,8 @@ async def _body(request: Request) -> dict[str, Any]:
         if len(content) > _LARGEST:
             raise _Refused(f"the request has more than {_LARGEST:,} bytes")
     try:
-        body = json.loads(content)
-    except (ValueError, RecursionError):
+        body = parse_json(bytes(content))
+    except ValueError:
         body = None
     if not isinstance(body, dict):
         raise _Refused("the body must be a JSON object")
@@ -146,9 +147,8 @@ def _checked(body: dict[str, Any], temperature: float) -> list[dict[str, Any]]:
         if value is None or name in _TAKEN or value in as_it_is.get(name, ()):
             continue
         raise _Refused(f"{name}: sampling is that of the run (temperature {temperature:g}, nothing cut); leave it out")
-    messages = _listed("messages", body.get("messages"))
-    if not messages:
-        raise _Refused("messages: must be a list of messages")
+    if not (messages := _listed("messages", body.get("messages"))):
+        raise _Refused("messages: there are none")
     return [_plain(place, dict(one)) for place, one in enumerate(messages)]
 
 

@@ -64,6 +64,7 @@ class Episode:
         self.failed: BaseException | None = None
         self._turns = 0
         self._clock: asyncio.Timeout | None = None
+        self._asking: asyncio.Future[Sample] | None = None
         self._one = asyncio.Lock()
 
     def timed(self) -> asyncio.Timeout:
@@ -72,9 +73,17 @@ class Episode:
         return self._clock
 
     def end(self, why: str) -> str:
-        """Nothing more is asked of the model. Returns why it ended, which the first reason says."""
+        """Nothing more is asked of the model; what is being asked is given up. Returns why it ended, which the first
+        reason says."""
         self.ended = self.ended or why
+        if self._asking is not None:
+            self._asking.cancel()
         return self.ended
+
+    async def quiet(self) -> None:
+        """Returns when nothing is asked of the model any more."""
+        async with self._one:
+            pass
 
     async def complete(
         self, messages: Sequence[Message], tools: Sequence[Schema] = (), most: int | None = None
@@ -120,9 +129,12 @@ class Episode:
 
     async def _sampled(self, opening: Opening, most: int) -> Sample:
         left = self._pause()
+        self._asking = asyncio.ensure_future(self._ask(opening.context, self._turns, most))
         try:
-            sample = await self._ask(opening.context, self._turns, most)
+            sample = await self._asking
         except asyncio.CancelledError:
+            if self.ended and self._asking.cancelled():
+                raise Over(self.ended) from None
             raise
         except BaseException as error:
             self.failed = error
@@ -152,5 +164,5 @@ class Episode:
         return when - asyncio.get_running_loop().time()
 
     def _go_on(self, left: float | None) -> None:
-        if self._clock is not None and left is not None:
+        if self._clock is not None and left is not None and not self.ended:
             self._clock.reschedule(asyncio.get_running_loop().time() + left)

@@ -7,8 +7,8 @@ verdict; one whose episode is cancelled is killed with all that it started.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -72,11 +72,9 @@ class Player:
     async def __aexit__(self, *_: object) -> None:
         await self._closing.aclose()
 
-    @asynccontextmanager
-    async def seat(self) -> AsyncIterator[Session]:
+    def seat(self) -> AbstractAsyncContextManager[Session]:
         """A worker for one episode. Waits until one is free."""
-        async with self._pool.session() as session:
-            yield session
+        return self._pool.session()
 
     async def play(self, session: Session, prompt: Prompt, ask: Ask) -> Played:
         """Raises what ``ask`` raises. UserError: the user's code broke its contract."""
@@ -97,9 +95,10 @@ class Player:
             pass
         except TimeoutError:
             episode.end("timeout")
-        except (ScoringFailed, _Died) as error:
+        except ScoringFailed as error:
             episode.end("died")
             why = str(error)
+        await episode.quiet()  # an agent may have a thread that goes on
         if episode.failed is not None:
             raise episode.failed
         if not self._config.agent and not why and session.alive:
@@ -147,14 +146,10 @@ class Player:
         return bool(found["done"])
 
 
-class _Died(Exception):
-    pass
-
-
 async def _asked(session: Session, item: Mapping[str, Any]) -> dict[str, Any]:
     found = await session.ask(item)
     if "died" in found:
-        raise _Died(found["died"])
+        raise ScoringFailed(found["died"])
     return found
 
 

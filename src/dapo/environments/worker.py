@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from dapo.environments import Reply
@@ -93,13 +94,10 @@ class _Environment:
 
     def _reply(self, found: Any) -> dict[str, Any]:
         reply = found if isinstance(found, Reply) else Reply(str(found))
-        try:
-            value = float(reply.reward)
-        except (TypeError, ValueError):
-            value = float("nan")
-        if not abs(value) <= LARGEST:
-            raise RewardError(f"environment: the reward of a Reply must be a finite number; it is {reply.reward!r}")
-        return {"text": self._cut(str(reply.text)), "reward": value, "done": bool(reply.done)}
+        with suppress(TypeError, ValueError):
+            if abs(value := float(reply.reward)) <= LARGEST:
+                return {"text": self._cut(str(reply.text)), "reward": value, "done": bool(reply.done)}
+        raise RewardError(f"environment: the reward of a Reply must be a finite number; it is {reply.reward!r}")
 
     def _cut(self, text: str) -> str:
         if len(text) <= self._most:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,31 +124,29 @@ def preference_pairs(votes: Sequence[Vote]) -> Iterator[dict[str, Any]]:
 
 
 def thumb_pairs(file: Path) -> Iterator[dict[str, Any]]:
-    """Pairs of an up and a down for the same prompt, oldest first, each response once. A line has ``prompt``,
-    ``response`` and ``thumb`` (up or down); what else it has, such as who, time and model, goes along.
-    Raises UserError: a line is no thumb, or the file cannot be read."""
-    waiting, number = dict[str, dict[str, list[dict[str, Any]]]](), 0
+    """Pairs of a response with a thumb up and one with a thumb down to the same prompt, oldest first, each response
+    once. ``file``: prompts with responses, and feedback on them, as ``dapo serve --live`` writes it.
+    Raises UserError: a line is neither, or the file cannot be read."""
+    known, number = dict[str, dict[str, Any]](), 0
+    waiting = defaultdict[str, dict[int, list[dict[str, Any]]]](lambda: {1: [], -1: []})
     try:
         for line in lines_of(file):
             number, row = number + 1, parse_json(line)
-            mine = waiting.setdefault(str(row["prompt"]), {"up": [], "down": []})
-            mine[row["thumb"]].append({**row, "response": str(row["response"])})
-            if mine["up"] and mine["down"]:
-                up, down = (mine[side].pop(0) for side in ("up", "down"))
-                more = [
-                    {f"{side}_{key}": value for key, value in one.items() if key not in ("prompt", "response", "thumb")}
-                    for side, one in (("chosen", up), ("rejected", down))
-                ]
-                yield {
-                    "prompt": row["prompt"],
-                    "chosen": up["response"],
-                    "rejected": down["response"],
-                    **more[0],
-                    **more[1],
-                }
-    except (OSError, ValueError, TypeError, KeyError) as error:
+            if "feedback" not in row:
+                known[row["id"]] = {"prompt": row["prompt"], **row}
+            elif (thumbs := row["feedback"].get("thumbs")) and known.get(row["id"], {}).get("response"):
+                said = known.pop(row["id"])
+                mine = waiting[json.dumps(said["prompt"])]
+                mine[thumbs].append(said)
+                if mine[1] and mine[-1]:
+                    up, down = mine[1].pop(0), mine[-1].pop(0)
+                    yield {
+                        **{"prompt": said["prompt"], "chosen": up["response"], "rejected": down["response"]},
+                        **{f"{side}_id": one["id"] for side, one in (("chosen", up), ("rejected", down))},
+                    }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         where = file if isinstance(error, OSError) else f"{file}:{number}"
-        raise UserError(f"{where}: not a thumb: a line has prompt, response and thumb (up or down)") from None
+        raise UserError(f"{where}: neither a prompt nor feedback, as dapo serve --live writes them") from None
 
 
 def write_pairs(pairs: Sequence[Mapping[str, Any]], output: Path) -> int:

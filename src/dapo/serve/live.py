@@ -6,7 +6,6 @@ user's redaction makes of an entry is what is written."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
@@ -20,7 +19,7 @@ from pydantic import BaseModel, model_validator
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dapo.util.files import json_line
+from dapo.util.files import json_line, parse_json
 from dapo.util.gate import WorkGate, add_reports
 from dapo.util.serving import Address, Progress, run_service
 from dapo.util.user_code import load_named
@@ -43,8 +42,8 @@ class Journal:
         kept = self._redact({**entry, "time": time.time()})
         if kept is None:
             return False
-        with self._lock, self.file.open("a", encoding="utf-8") as out:
-            out.write(json_line(kept))
+        with self._lock, self.file.open("ab", buffering=0) as out:  # in one piece: other processes may write, too
+            out.write(json_line(kept).encode())
         return True
 
 
@@ -110,14 +109,14 @@ def recorded(app: ASGIApp, journal: Journal) -> ASGIApp:
 def _entry(asked: bytes, told: bytes) -> dict[str, Any] | None:
     """Prompt, id and first response of a request; None: no consent, no whole answer, or several prompts."""
     try:
-        request = json.loads(asked)
+        request = parse_json(asked)
         if (streamed := told.startswith(b"data: ")) and b"data: [DONE]" not in told:
             return None  # it is half an answer
         lines = [line[6:] for line in told.split(b"\n") if line.startswith(b"data: {")] if streamed else [told]
-        parts = [json.loads(line) for line in lines]
+        parts = [parse_json(line) for line in lines]
         if (request.get("metadata") or {}).get("consent") != CONSENT or "id" not in parts[0]:
             return None
-    except (ValueError, AttributeError, IndexError, TypeError, RecursionError):
+    except (ValueError, AttributeError, IndexError, TypeError):
         return None
     prompt = request.get("messages", request.get("prompt"))
     if not isinstance(prompt, str) and "messages" not in request:
