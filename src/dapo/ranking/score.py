@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -251,7 +252,10 @@ class ImplicitScorer(Scorer):
             batch = replace(batch, draws=draws, indices=np.arange(len(order)))
             policy, reference = (self._sums(one, batch) for one in self._policies)
             for place, ours, theirs in zip(order, policy, reference, strict=True):
-                found[place] = Reward(None, self._beta * (ours - theirs), {"logprob": ours, "reference": theirs})
+                if math.isfinite(value := self._beta * (ours - theirs)):
+                    found[place] = Reward(None, value, {"logprob": ours, "reference": theirs})
+                else:
+                    found[place] = Reward(None, 0.0, error=f"implicit reward: the score is {value}")
         return [found[place] for place in range(len(items))]
 
     def _sums(self, policy: Policy, batch: Any) -> list[float]:

@@ -6,10 +6,12 @@ user's redaction makes of an entry is what is written."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +44,9 @@ class Journal:
         kept = self._redact({**entry, "time": time.time()})
         if kept is None:
             return False
-        with self._lock, self.file.open("ab", buffering=0) as out:  # in one piece: other processes may write, too
+        # in one piece, as other processes may write, too; what users wrote is for the owner's eyes
+        private = partial(os.open, mode=0o600)
+        with self._lock, open(self.file, "ab", buffering=0, opener=private) as out:
             out.write(json_line(kept).encode())
         return True
 
