@@ -134,7 +134,7 @@ def test_guess_the_number(tmp_path: Path) -> None:
                 left = range(guesses[-1] + 1, left.stop) if higher else range(left.start, guesses[-1])
         return lambda _, turn: str(guesses[turn])
 
-    keys = {"environment.name": f"{EXAMPLES}/guess_number.py:GuessNumber", "training.steps": 40}
+    keys = {"environment.name": f"{EXAMPLES}/guess_number.py:GuessNumber", "training.steps": 60}
     improved(learns(tmp_path, keys, list(example("guess_number").rows(200)), say), 0.15)
 
 
