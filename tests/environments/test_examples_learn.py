@@ -139,8 +139,8 @@ def test_guess_the_number(tmp_path: Path) -> None:
 
 
 def test_countdown_with_a_calculator(tmp_path: Path) -> None:
-    """Two numbers. What is tried is by chance, and so is the answer."""
-    rng = random.Random(1)
+    """Two numbers. One in three answers what the calculator found right, the others by chance."""
+    rng, evaluate = random.Random(1), example("countdown").evaluate
     rows = []
     for _ in range(300):
         a, b = rng.sample(range(2, 10), 2)
@@ -148,14 +148,18 @@ def test_countdown_with_a_calculator(tmp_path: Path) -> None:
         rows.append({"prompt": f"{a} {b} {target}\n", "numbers": [a, b], "target": target})
 
     def say(row: Any, rng: random.Random) -> Say:
-        ways = [f"{row['numbers'][0]}{rng.choice('+-*')}{row['numbers'][1]}" for _ in range(4)]
-        asked = rng.randint(0, 3)
+        ways = [f"{row['numbers'][0]}{sign}{row['numbers'][1]}" for sign in rng.sample("+-*", 3)]
+        asked = next(k for k, way in enumerate(ways, 1) if evaluate(way) == row["target"])
+        ways[asked:] = [ways[asked - 1]] * (4 - asked)
+        if rng.random() < 0.67:
+            asked = rng.randint(0, 2)
+            ways[asked:] = [rng.choice(ways)] * (4 - asked)
         return lambda _, turn: call("calculate", expression=ways[turn]) if turn < asked else answer(ways[turn])
 
     def answer(expression: str) -> str:
         return f"<answer>{expression}</answer>"
 
-    keys = {"environment.name": f"{EXAMPLES}/countdown.py:Countdown", "training.steps": 50}
+    keys = {"environment.name": f"{EXAMPLES}/countdown.py:Countdown", "training.steps": 30}
     improved(learns(tmp_path, keys, rows, say), 0.15)
 
 
