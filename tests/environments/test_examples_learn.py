@@ -191,7 +191,7 @@ def test_retrieval_over_documents(tmp_path: Path) -> None:
 
         return said
 
-    keys = {"environment.name": f"{tmp_path}/small.py:Library", "training.steps": 30}
+    keys = {"environment.name": f"{tmp_path}/small.py:Library", "training.steps": 15}
     improved(learns(tmp_path / "run", keys, rows, say), 0.25)
 
 
