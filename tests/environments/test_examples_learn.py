@@ -139,7 +139,8 @@ def test_guess_the_number(tmp_path: Path) -> None:
 
 
 def test_countdown_with_a_calculator(tmp_path: Path) -> None:
-    """Two numbers. One in three answers what the calculator found right, the others by chance."""
+    """Two numbers. One in three answers what the calculator found right, the others by chance.
+    In the end it is hardly asked: the model knows the sign by the size of the target."""
     rng, evaluate = random.Random(1), example("countdown").evaluate
     rows = []
     for _ in range(300):
