@@ -25,9 +25,9 @@ import numpy as np
 import yaml
 
 import dapo
-from dapo.comparison import statistics
-from dapo.comparison.statistics import half
 from dapo.config import load_config
+from dapo.evaluation import statistics
+from dapo.evaluation.statistics import half
 from dapo.observe.metrics import read_metrics
 from dapo.util.files import read_json, write_atomic
 

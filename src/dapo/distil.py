@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -19,34 +20,36 @@ from dapo.config.reading import with_values
 from dapo.data.parts import open_table
 from dapo.data.rows import plain_value
 from dapo.errors import ConfigError, DataError
-from dapo.evaluation.statistics import RESAMPLES, Estimate
+from dapo.evaluation.statistics import Estimate, estimate_means, estimate_ratio
 from dapo.inference.generate import generate_responses
 from dapo.inference.model import load_prompting
 from dapo.observe.progress import Listener
-from dapo.ranking.best_of import best_of_n
 from dapo.ranking.calibrate import passing
+from dapo.ranking.measures import best_of
 from dapo.ranking.rows import Candidates, read_candidates
-from dapo.ranking.score import Ranker, Scored, best_first, require_scores
-from dapo.ranking.table import interval, score_rows
+from dapo.ranking.score import Scored, best_first, score_rows
+from dapo.reward.contract import Scorer
 from dapo.stages.phases import load_phases, run_phases
 from dapo.util.files import json_line, read_json, write_atomic, write_json
+from dapo.util.pages import Rows, Section, Text, as_markdown
 from dapo.util.shutdown import Shutdown
 
-Method = Literal["sft", "dpo"]
 PHASE = "distilled"
-Load = Callable[[], Ranker]
+Load = Callable[[], Scorer]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``config``: the policy and how it samples. ``train``, ``heldout``: files of prompts. ``thresholds``: of a filter
-    (SFT on all that pass), empty: the best sample of each prompt. ``stage``: keys of the stage's recipe."""
+    """``config``: the policy and how it samples. ``ranker``: its name. ``train``, ``heldout``: files of prompts.
+    ``method``: sft or dpo. ``thresholds``: of a filter (SFT on all that pass), empty: the best sample of each prompt.
+    ``stage``: keys of the method's recipe."""
 
     config: Config
+    ranker: str
     train: Sequence[str]
     heldout: Sequence[str]
     folder: Path
-    method: Method = "sft"
+    method: str = "sft"
     thresholds: Mapping[str, float] | None = None
     stage: Sequence[str] = ()
 
@@ -65,7 +68,6 @@ def distil(
     )
     listener.phase(f"ranking {sum(len(row.texts) for row in train)} samples of {len(train)} prompts")
     scored = score_rows(ranker(), train)
-    require_scores(train, scored)
     rows = _chosen(plan, train, scored)
     write_atomic(plan.folder / "rows.jsonl", map(json_line, rows))
     listener.phase(f"{len(rows)} rows for {plan.method}")
@@ -76,16 +78,21 @@ def distil(
     distilled = with_values(config, {"model.path": str(plan.folder / PHASE / "model-after")})
     after = _sampled(distilled, plan.heldout, plan.folder / "heldout-after.jsonl", listener)
     listener.phase("measuring on held-out prompts")
-    judges = {"ranker": ranker, **({"gold": gold} if gold else {})}
-    chosen_by = score_rows(ranker(), heldout)
-    found = {
-        "rows": len(rows),
-        "prompts": len(heldout),
-        "samples": config.evaluation.samples_per_prompt,
-        **{name: _measured(load, heldout, after, chosen_by) for name, load in judges.items()},
-    }
+    judges = {"ranker": ranker} | ({"gold": gold} if gold else {})
+    scores = {name: score_rows(judge(), [*heldout, *after]) for name, judge in judges.items()}
+    count, lines = len(heldout), []
+    found: dict[str, Any] = {"rows": len(rows), "prompts": count, "samples": config.evaluation.samples_per_prompt}
+    for name, both in scores.items():
+        told = _measured(both[:count], both[count:], scores["ranker"][:count])
+        found[name] = {key: asdict(one) for key, one in told.items()}
+        kept = told.pop("kept", None)
+        share = kept.text(".0%") if kept else "best-of-n gains nothing"
+        lines.append([name, *(one.text(".3f") for one in told.values()), share])
     write_json(plan.folder / "report.json", found)
-    write_atomic(plan.folder / "report.md", _report(plan, found))
+    said = f"{plan.method} on {len(rows)} rows; measured on {count} held-out prompts."
+    header = ["by", "one sample", "best of n", "distilled, one sample", "share of the gain kept"]
+    sections = [Section("Gain", [Text(said), Rows(header, lines)])]
+    write_atomic(plan.folder / "report.md", as_markdown(f"Distilled from the best of {found['samples']}", sections))
     return found
 
 
@@ -93,7 +100,9 @@ def _claim(plan: Plan, config: Config, resume: bool) -> None:
     """Raises ConfigError: the folder holds a distillation, and it is not to go on, or is another one."""
     file = plan.folder / "distil.json"
     sections = config.model_dump(mode="json", include={"model", "data", "evaluation", "seed"})
-    told = {**sections, "train": list(plan.train), "heldout": list(plan.heldout), "method": plan.method}
+    files = {"train": list(plan.train), "heldout": list(plan.heldout)}
+    how = {"ranker": plan.ranker, "method": plan.method, "thresholds": plan.thresholds, "stage": list(plan.stage)}
+    told = {**sections, **files, **how}
     if not file.is_file():
         plan.folder.mkdir(parents=True, exist_ok=True)
         write_json(file, told)
@@ -111,30 +120,27 @@ def _sampled(config: Config, files: Sequence[str], place: Path, listener: Listen
         texts: list[list[str]] = [[] for _ in rows]
         sampling = with_values(config, {"evaluation.data": [DataItem(path=file) for file in files]})
         generate_responses(sampling, (), listener, lambda one: texts[one.prompt_number - 1].append(one.text))
-        write_atomic(
-            place, (json_line({**row, "candidates": several}) for row, several in zip(rows, texts, strict=True))
-        )
+        lines = ({**row, "candidates": several} for row, several in zip(rows, texts, strict=True))
+        write_atomic(place, map(json_line, lines))
     return read_candidates([str(place)])
 
 
 def _chosen(plan: Plan, rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) -> list[dict[str, Any]]:
     """Raises DataError: there is none."""
-    if plan.thresholds:
-        kept = [[one for one in several if one.text.strip()] for several in passing(rows, scored, plan.thresholds)]
-        pairs = [(row, one, one) for row, several in zip(rows, kept, strict=True) for one in several]
-    else:
-        orders = [
-            [one for one in best_first(several) if one.score is not None and one.text.strip()] for several in scored
-        ]
-        pairs = [(row, order[0], order[-1]) for row, order in zip(rows, orders, strict=True) if order]
-        if plan.method == "dpo":
-            pairs = [(row, best, worst) for row, best, worst in pairs if best.score != worst.score]
-    if not pairs:
-        why = "no sample passes the threshold" if plan.thresholds else "the samples of each prompt have equal scores"
+    several = passing(rows, scored, plan.thresholds) if plan.thresholds else map(best_first, scored)
+    kept = [[one for one in some if one.score is not None and one.text.strip()] for some in several]
+    found = list[dict[str, Any]]()
+    for row, some in zip(rows, kept, strict=True):
+        if plan.method == "sft":
+            learned = some if plan.thresholds else some[:1]
+            found += [{"prompt": row.prompt, "response": one.text} for one in learned]
+        elif some and some[0].score != some[-1].score:
+            found.append({"prompt": row.prompt, "chosen": some[0].text, "rejected": some[-1].text})
+    if not found:
+        why = "the samples of each prompt have equal scores" if plan.method == "dpo" else "no sample has a score"
+        why = "no sample passes the threshold" if plan.thresholds else why
         raise DataError(f"there is nothing to learn: {why}; take more samples, or another ranker or threshold")
-    if plan.method == "dpo":
-        return [{"prompt": row.prompt, "chosen": best.text, "rejected": worst.text} for row, best, worst in pairs]
-    return [{"prompt": row.prompt, "response": best.text} for row, best, _ in pairs]
+    return found
 
 
 def _recipe(plan: Plan, config: Config) -> dict[str, Any]:
@@ -148,50 +154,22 @@ def _recipe(plan: Plan, config: Config) -> dict[str, Any]:
 
 
 def _measured(
-    judge: Load, before: Sequence[Candidates], after: Sequence[Candidates], chosen_by: Sequence[Sequence[Scored]]
-) -> dict[str, Any]:
-    """Mean scores of one sample, of the best of n by the ranker, and of the distilled policy; and which share of what
-    best-of-n gains over one sample the distilled policy has, with a bootstrap interval over prompts."""
-    both = score_rows(judge(), [*before, *after])
-    require_scores([*before, *after], both)
-    kept = [
-        (several, [one.score for one in worth], [one.score for one in new if one.score is not None])
-        for several, worth, new in zip(chosen_by, both[: len(before)], both[len(before) :], strict=True)
-    ]
-    columns = []
-    for several, worth, new in kept:
-        usable = [(a, float(w)) for a, w in zip(several, worth, strict=True) if a.score is not None and w is not None]
-        if usable and new:
-            scored, values = [one for one, _ in usable], [worth for _, worth in usable]
-            each = best_of_n([scored], [values], sorted({1, len(scored)}))
-            columns.append([each[1].value, each[len(scored)].value, sum(new) / len(new)])
+    before: Sequence[Sequence[Scored]], after: Sequence[Sequence[Scored]], chosen_by: Sequence[Sequence[Scored]]
+) -> dict[str, Estimate]:
+    """Mean scores of one sample, of the best of n by ``chosen_by``, and of the distilled policy; and which share of
+    what best-of-n gains over one sample the distilled policy has, if it gains anything."""
+    columns = list[list[float]]()
+    for worth, new, chosen in zip(before, after, chosen_by, strict=True):
+        usable = [(a.score, b.score) for a, b in zip(chosen, worth, strict=True) if None not in (a.score, b.score)]
+        distilled = [one.score for one in new if one.score is not None]
+        if usable and distilled:
+            scores, values = zip(*usable, strict=True)
+            columns.append([fmean(values), best_of(scores, values, len(values)), fmean(distilled)])
+    if not columns:
+        raise DataError("no held-out prompt has samples with scores, so the gain cannot be measured")
     table = np.array(columns)
-    drawn = table[np.random.default_rng(0).integers(0, len(table), (RESAMPLES, len(table)))].mean(axis=1)
-    single, best, distilled = table.mean(axis=0)
-    gains = drawn[:, 1] - drawn[:, 0]
-    shares = (drawn[:, 2] - drawn[:, 0])[gains > 0] / gains[gains > 0]
-    names = ("one_sample", "best_of_n", "distilled")
-    found: dict[str, Any] = {
-        name: asdict(Estimate(float(value), *(float(q) for q in np.quantile(drawn[:, k], [0.025, 0.975]))))
-        for k, (name, value) in enumerate(zip(names, (single, best, distilled), strict=True))
-    }
-    if best > single and len(shares):
-        low, high = np.quantile(shares, [0.025, 0.975])
-        found["kept"] = asdict(Estimate(float((distilled - single) / (best - single)), float(low), float(high)))
+    found = dict(zip(("one_sample", "best_of_n", "distilled"), estimate_means(table, [False] * 3), strict=True))
+    single, best, distilled_one = table.T
+    if best.mean() > single.mean():
+        found["kept"] = estimate_ratio(distilled_one - single, best - single)
     return found
-
-
-def _report(plan: Plan, found: Mapping[str, Any]) -> str:
-    lines = [f"# Distilled from the best of {found['samples']}", ""]
-    lines += [f"{plan.method} on {found['rows']} rows; measured on {found['prompts']} held-out prompts.", ""]
-    lines += [
-        "| by | one sample | best of n | distilled, one sample | share of the gain kept |",
-        "|---|---|---|---|---|",
-    ]
-    for name in ("ranker", "gold"):
-        if name in found:
-            each = [interval(Estimate(**found[name][key]), ".3f") for key in ("one_sample", "best_of_n", "distilled")]
-            kept = found[name].get("kept")
-            each.append(interval(Estimate(**kept), ".0%") if kept else "best-of-n gains nothing")
-            lines.append(f"| {name} | {' | '.join(each)} |")
-    return "\n".join(lines) + "\n"

@@ -306,6 +306,13 @@ class TokenBatch:
         return rank[inverse]
 
     @property
+    def sample_numbers(self) -> IntArray:
+        """``[S]``: samples numbered from 0. The sequences of an episode are of one."""
+        keys = self.group_numbers * (1 + self.indices.max(initial=0)) + self.indices
+        found: IntArray = np.unique(keys, return_inverse=True)[1]
+        return found
+
+    @property
     def proximal(self) -> FloatArray:
         """``[R]``, log pi_prox: recomputed where that was asked for, else the engine's."""
         return self.columns.get("proximal", self.behaviour_logprobs)

@@ -157,9 +157,10 @@ def test_reinforce_pp_is_normalised_over_the_loss_tokens_of_the_batch(algo):
     ]
     raw = [s.advantage for g in groups for s in g.scored]
     assert raw == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
-    counts = [2, 2, 0, 4, 1]  # the third is truncated, and filtered
+    counts = [1, 2, 0, 4, 1]
+    groups[0] = replace(groups[0], samples=(*groups[0].samples[:2], replace(groups[0].samples[2], in_loss=False)))
     tokens = [a for a, n in zip(raw, counts, strict=True) for _ in range(n)]
-    found = algo.advantage.normalised(groups, counts, 0.01)
+    found = algo.advantage.normalised(groups, 0.01)
     mean, deviation = statistics.mean(tokens), statistics.stdev(tokens)
     scaled = [s.advantage for g in found for s in g.scored]
     assert scaled == pytest.approx([(a - mean) / (deviation + 0.01) for a in raw])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import pytest
 
 import dapo
 from compared import write_recipes
-from dapo.comparison import cell as cell_process
 from dapo.comparison import cells
 from dapo.errors import UserError
 from dapo.observe.metrics import read_metrics
@@ -38,9 +38,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process costs some seconds of imports."""
 
-    def attempt(cell: Any, job: Any, lock: Any) -> str | None:
+    def attempt(job: Any, lock: Any) -> str | None:
         try:
-            cell_process.run(json.loads(json.dumps(job)), PlainListener())
+            cells.run(pickle.loads(pickle.dumps(job)), PlainListener())
         except UserError as error:
             return str(error)
         return None
@@ -67,7 +67,7 @@ def test_runs_stages_and_phases_have_one_budget_and_are_measured_alike(here: Pat
     assert table.every["a"][0].value == pytest.approx(entries[-1]["eval/accuracy"])  # the same rows, by the same model
     answers = [json.loads(line) for line in (here / "out/dpo-seed-3.answers.jsonl").read_text().splitlines()]
     assert [one["row"] for one in answers] == list(range(8)) and answers[0]["prompt"] == "0+0="
-    assert table.ends["samples"] == 40 and table.every["phases"][0].curve[0].used["samples"] == 8
+    assert table.ends["samples"] == 40 and table.every["phases"][0].curve[0][0]["samples"] == 8
     assert not (here / "out/a-seed-3/checkpoints").exists() and (here / "out/a-seed-3/model-after").is_dir()
 
 

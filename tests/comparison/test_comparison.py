@@ -13,9 +13,9 @@ from compared import stored_comparison, write_recipes
 from dapo.commands import app
 from dapo.comparison.folder import Comparison, declare
 from dapo.comparison.recipes import Variant, named_variants, needs
-from dapo.comparison.statistics import at, half, noise, paired
-from dapo.comparison.table import Table
+from dapo.comparison.table import Table, paired
 from dapo.errors import ConfigError, UserError
+from dapo.evaluation.statistics import half, noise
 from dapo.evaluation.votes import Shown, Vote, add_vote
 
 TWO = {"a": Variant("a.yaml"), "b": Variant("a.yaml", ("algorithm.clip_ratio_high=0.2",))}
@@ -109,6 +109,9 @@ def test_a_comparison_grows_by_recipes_and_seeds_and_is_no_other_one(here: Path)
     ):
         with pytest.raises(ConfigError, match=r"another comparison is there.*\n.*(minutes|temperature): was"):
             declared(**change)
+    (here / "out/comparison.json").write_text('{"seeds": [1]}')
+    with pytest.raises(UserError, match=r"out/comparison.json: cannot be read: KeyError: 'budget'"):
+        Comparison.read(Path("out"))
     (here / "other").mkdir()
     (here / "other/file").touch()
     with pytest.raises(ConfigError, match="exists and is no comparison"):
@@ -153,12 +156,6 @@ def test_gains_are_paired_by_row_and_averaged_over_seeds() -> None:
     assert paired(first, [{"z": 1.0}]) is None and paired(first, []) is None
 
 
-def test_between_evaluations_are_straight_lines_and_beyond_them_is_nothing() -> None:
-    assert at([0.0, 2.0, 4.0], [0.0, 1.0, 0.0], 3.0) == 0.5
-    assert at([0.0, 2.0], [0.0, 1.0], 2.0) == 1.0
-    assert at([0.0, 2.0], [0.0, 1.0], 2.1) is None and at([1.0, 2.0], [0.0, 1.0], 0.5) is None and at([], [], 0) is None
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +174,11 @@ def test_recipes_are_compared_where_all_have_come_and_by_what_it_cost(here: Path
     assert table.ends == {"minutes": 1.0, "samples": 24.0, "tokens": 100.0}
     assert table.values("minutes") == {"first": [0.25, 0.5], "fast": [1.0], "gone": []}
     assert table.values("samples") == {"first": [0.25, 0.5], "fast": [0.5], "gone": []}
+    table.ends["samples"] = 12.0  # between two evaluations of each
+    assert table.values("samples") == {"first": [0.125, 0.25], "fast": [0.25], "gone": []}
+    table.ends["samples"] = -1.0  # where no curve begins
+    assert table.values("samples") == {"first": [], "fast": [], "gone": []}
+    table = Table.read(here / "out")
     # deviation of 25 and 50: 17.68; 12.706 * 17.68 = 224.6, / sqrt(2) = 158.8, * sqrt(1 + 1/2) = 275.1
     assert line(table, "held-out accuracy, after training") == ["37.5% ± 158.8", "100.0% ± 224.6", "-"]
     assert line(table, "less the first, by seeds") == ["", "+62.5 ± 275.1", ""]

@@ -921,10 +921,18 @@ def test_a_section_that_is_only_switched_on_is_understood(load: Load) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["rollout.shard", "deepspeed_config", "no.such", "critic.lr", "model.depth"],
+    ["rollout.shard", "deepspeed_config", "no.such", "model.depth"],
 )
 def test_no_key_of_an_unrelated_section_is_suggested(key: str) -> None:
     assert "did you mean" not in nearest_key(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [("critic", "critic"), ("critic.lr", "critic.learning_rate"), ("algorithm.gae_lambda", "critic.lam")],
+)
+def test_the_critic_of_other_systems_is_found(key: str, ours: str) -> None:
+    assert f"algorithm.{ours}" in nearest_key(key) and "not needed" not in nearest_key(key)
 
 
 @pytest.mark.parametrize("key", ["rollout.shard", "shards", "no.such.section"])

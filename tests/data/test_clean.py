@@ -105,3 +105,6 @@ def test_the_command_writes_rows_that_load_and_a_report(tmp_path):
     for target, why in ((out, "exists already"), (tmp_path / "x.csv", "end in .jsonl")):
         done = CliRunner().invoke(app, ["data", "clean", str(file), str(target)])
         assert done.exit_code == 2 and why in done.output
+    rows = file.read_text()
+    done = CliRunner().invoke(app, ["data", "clean", str(file), str(tmp_path / "y.jsonl"), "--json", str(file)])
+    assert done.exit_code == 2 and "would replace rows" in done.output and file.read_text() == rows

@@ -10,6 +10,7 @@ from dapo.config import DataConfig
 from dapo.config.data import LiveConfig
 from dapo.data.live import LiveRows
 from dapo.data.source import load_prompts
+from dapo.errors import DataError
 from dapo.observe.run_folder import RunFolder
 from run_cases import Recorder, run, steps_of, weights_hash
 
@@ -88,6 +89,36 @@ def test_half_a_line_is_left_for_later_and_bad_ones_are_named(journal):
     assert taken(rows) == [("2", "2")] and "there before" in journal.told[3] and "must be text" in journal.told[4]
     journal.file.write_text('{"id": 9, "prompt": "new", "answer": 9}\n')
     assert taken(rows) == [("9", "9")] and "read anew" in journal.told[-1]
+
+
+def test_a_file_that_was_replaced_is_read_anew_and_one_that_cannot_be_read_is_named(journal):
+    rows = journal.rows()
+    journal.add("a", prompt="p", answer=1)
+    assert taken(rows) == [("a", "1")]
+    journal.file.rename(journal.file.with_suffix(".old"))  # as logs are rotated
+    journal.add("long name", prompt="a longer prompt", answer=2)
+    journal.add("b", prompt="q", answer=3)
+    assert taken(rows) == [("long name", "2"), ("b", "3")] and "read anew" in journal.told[0]
+    journal.file.unlink()
+    journal.file.mkdir()
+    with pytest.raises(DataError, match=r"data.live: .* Is a directory"):
+        rows.take()
+
+
+def test_clocks_that_are_ahead_nesting_and_floods_of_feedback_are_bounded(journal):
+    rows = journal.rows()
+    with journal.file.open("a") as out:
+        out.write('{"id": "deep", "prompt": ' + "[" * 100_000 + "\n")
+    journal.add("never", time=float("nan"), prompt="p", answer=1)
+    journal.add("ahead", time=1e12, prompt="p", answer=1)
+    journal.clock += 50
+    rows._read()
+    journal.clock += 101
+    assert taken(rows) == [] and rows.metrics()["live/expired"] == 2
+    journal.add("a", prompt="p")
+    for number in range(200):
+        journal.add("a", feedback={"edit": str(number)})
+    assert len(taken(rows)) == 100 and rows.metrics()["live/bad"] == 101
 
 
 def test_the_source_draws_a_share_of_them_and_a_position_goes_on_where_it_was(journal):

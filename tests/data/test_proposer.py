@@ -30,7 +30,7 @@ class Model:
         self.asked.append(text)
         if text.startswith("Make up"):
             found = next(self.proposals)
-            if isinstance(found, Exception):
+            if isinstance(found, BaseException):
                 raise found
             return "\n".join(line if isinstance(line, str) else json.dumps(line) for line in found)
         return f"I think.\nAnswer: {eval(text.partition('=')[0])}.0"
@@ -107,6 +107,9 @@ def test_half_solved_ones_are_its_examples_and_a_feed_to_train_it_on(tmp_path):
         (sums((1, 1)), "repeated 4"),
         ([{"prompt": "2+2=", "answer": "5"}], "wrong 4"),
         (["no idea"], "bad 4"),
+        ([{"prompt": "half a character: \ud800", "answer": "1"}], "bad 4"),
+        ([{"prompt": "2+2=", "answer": None}], "bad 4"),
+        (SystemExit("bye"), "bye"),
         (OSError("gone"), "gone"),
     ],
 )

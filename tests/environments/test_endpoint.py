@@ -91,7 +91,7 @@ def test_late_and_wrong_requests_are_refused(tmp_path):
     """The address of an episode that is over, and of none; another sampling than the run's; a message of images."""
     ((result, *_),) = played("agents_for_tests.py:tells_address", lambda context, turn: "7", environment__max_turns=2)
     told = json.loads(result.reward.extracted)
-    assert [one[0] for one in told] == [400, 400, 400, 400, 404, 200]
+    assert [one[0] for one in told] == [*[400] * 7, 404, 200]
     assert "temperature: sampling is that of the run" in told[0][1]
     assert "only text is served" in told[2][1]
 

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from dapo.evaluation.statistics import (
     LARGEST_EXACT_VOTE,
+    Estimate,
     Votes,
     budgets,
     count_votes,
     estimate_means,
+    estimate_ratio,
     majority_at,
     pass_at,
 )
@@ -249,3 +251,18 @@ def test_an_interval_holds_its_estimate(rows: list[tuple[float, float]]) -> None
         lowest, highest = values[:, 1].min(), values[:, 1].max()
         assert lowest - 1e-9 <= value.low <= value.value <= value.high <= highest + 1e-9
     assert estimate_means(values, [True, False], resamples=200) == estimates
+
+
+def test_a_ratio_of_sums_is_bootstrapped_over_prompts() -> None:
+    found = estimate_ratio(np.array([1.0, 0.0, 2.0]), np.array([2.0, 1.0, 2.0]))
+    assert (found.value, found.low, found.high) == (
+        0.6,
+        0.0,
+        1.0,
+    )  # one in 27 draws is three times the second, or third
+    without = estimate_ratio(
+        np.array([0.0, 1.0]), np.array([0.0, 1.0])
+    )  # draws of the first prompt alone have no ratio
+    assert (without.value, without.low, without.high) == (1.0, 1.0, 1.0)
+    assert np.isnan(estimate_ratio(np.ones(2), np.zeros(2)).value)
+    assert Estimate(0.5, 0.25, 0.75).text(".1%") == "50.0% (25.0% to 75.0%)" and Estimate(1.0).text("+.1f") == "+1.0"

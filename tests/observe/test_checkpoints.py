@@ -490,7 +490,7 @@ def test_where_a_run_stands_comes_back_number_by_number(tmp_path: Path) -> None:
     config = config_for(tmp_path).training
     state = {
         "steps_done": 3,
-        "budget": {"seconds": 9.0, "last": 4.0},
+        "budget": {"seconds": 9.0, "last": 4.0, "samples": 7, "last_samples": 3, "tokens": 90, "last_tokens": 40},
         "step": None,
         "laps": {"rollout": 1.5, "sync": 0.25},
         "spans": [("rollout", 100.0, 101.5), ("sync", 101.5, 101.75)],

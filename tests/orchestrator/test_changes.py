@@ -109,6 +109,7 @@ def test_every_key_has_one_decision() -> None:
     named = [key for table in [*tables, *FIXED.values()] for key in table]
     assert len(named) == len(set(named))
     wholes = ("reward", "monitor", "run", "model.lora", "runtime.learner", "runtime.engine", "runtime.reward")
+    wholes += ("data.live", "data.proposer")
     unknown = [key for key in named if key not in all_values() and key not in wholes]
     undecided = [key for key in all_values() if key not in named and not key.startswith(tuple(f"{w}." for w in wholes))]
     assert (unknown, undecided) == ([], [])

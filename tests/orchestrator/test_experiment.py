@@ -259,6 +259,8 @@ TRAIN = {"algorithm.filter_groups.on_starved": "train"}
 FEW_DRAWS = {"algorithm.filter_groups.max_num_gen_batches": 1}
 KL_LOSS = {"algorithm.kl.mode": "loss", "algorithm.kl.coef": 10.0}
 
+PPO = {"algorithm.kind": "ppo", "algorithm.critic.learning_rate": 1e-2, "training.steps": 2}
+
 LONG_PENALTY = {"algorithm.overlong_buffer.penalty_factor": 100.0}  # so that rewards spread by more than 1
 
 # key, extreme value, what else is set, a metric of the last step (or the weights after the run), what becomes of it:
@@ -316,6 +318,13 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, float | str]] = [
     # times 1 + 0.2 x 16 samples / horizon
     ("algorithm.kl.target", 1e-6, KL_LOSS | {"training.steps": 2, "algorithm.kl.horizon": 50}, "kl/coef", 10.64),
     ("algorithm.kl.horizon", 20, KL_LOSS | {"training.steps": 2, "algorithm.kl.target": 1e-6}, "kl/coef", 11.6),
+    ("algorithm.kind", "ppo", {}, "critic/explained_variance", "comes"),
+    ("algorithm.critic.learning_rate", 1e-6, PPO, "critic/explained_variance", "moves"),
+    ("algorithm.critic.warmup_steps", 1, PPO, "version", 1),
+    ("algorithm.critic.clip", 1e-6, PPO | {"algorithm.critic.learning_rate": 1e-4}, "critic/clipped", "rises"),
+    ("algorithm.critic.gamma", 0.5, PPO, "critic/returns", "moves"),
+    ("algorithm.critic.lam", 0.1, PPO, "critic/returns", "moves"),
+    ("algorithm.critic.whiten", False, PPO, "advantage/std", "falls"),
     ("training.steps", 2, {}, "version", 2),
     ("training.groups_per_update", 4, {}, "updates", 1),
     ("training.epochs_per_rollout", 2, {}, "updates", 4),
@@ -333,6 +342,11 @@ TESTED_ELSEWHERE = {
     "algorithm.objective": "tests/orchestrator/test_own_methods.py",
     "algorithm.loss_agg_mode": "test_the_first_loss_of_a_run_is_that_of_its_aggregation",
     "algorithm.loss_constant": "test_the_first_loss_of_a_run_is_that_of_its_aggregation",
+    "algorithm.critic.model": "test_ppo_runs.py",
+    "algorithm.critic.share_backbone": "test_ppo_runs.py, tests/training/test_critic.py",
+    "algorithm.kl.reference": "must change nothing: tests/training/test_critic.py",
+    "training.samples": "tests/orchestrator/test_budget.py",
+    "training.tokens": "tests/orchestrator/test_budget.py",
     "training.tokens_per_micro_batch": "must change nothing: tests/training/test_packing_properties.py",
     "training.activation_checkpointing": "must change nothing: tests/training/test_trainer.py",
     "training.offload_optimizer": "must change nothing: tests/training/test_offload.py",

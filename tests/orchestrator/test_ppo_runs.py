@@ -11,12 +11,14 @@ import pytest
 from dapo.commands.replay.replay import replay
 from dapo.config import build_config, nested
 from dapo.config.on_resume import may_change
-from dapo.errors import ConfigError, NumericalError
+from dapo.errors import ConfigError, ModelError, NumericalError
 from dapo.observe.metrics import read_metrics
 from dapo.observe.run_folder import RunFolder
 from dapo.training.critic import Critic
 from dapo.training.trainer import Trainer
 from dapo.util.shutdown import Stopped
+from episodes import chat_tokenizer
+from helpers import random_model
 from run_cases import SETTINGS, Recorder, last_checkpoint, run, steps_of, text_sum, weights_hash, without_times
 
 PPO: dict[str, Any] = {
@@ -102,7 +104,8 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"algorithm.filter_groups.enable": True}, "one sample is never right and wrong"),
+        ({"algorithm.filter_groups.enable": True}, "filter_groups.enable: one sample is never right and wrong"),
+        ({"data.sampling": "difficulty"}, "data.sampling: one sample is never right and wrong"),
         ({"algorithm.objective": "gspo"}, "an advantage for each token"),
         ({"rollout.max_staleness": 1, "runtime.deterministic": False}, "of the present policy; use 0"),
         ({"algorithm.critic.share_backbone": True, "algorithm.critic.model": "m"}, "leave critic.model"),
@@ -133,6 +136,16 @@ def test_a_critic_that_is_not_finite_is_kept_and_ends_the_run(tmp_path: Path) ->
         with pytest.raises(NumericalError, match="were not finite"):
             run(tmp_path / "run", PPO | {"training.max_skipped_updates": 2})
     assert list((tmp_path / "run/faults/critic").iterdir())
+
+
+def test_a_critic_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    random_model("qwen2", vocab_size=9).save_pretrained(tmp_path / "small")
+    random_model("qwen2", vocab_size=200).save_pretrained(tmp_path / "other")
+    other = chat_tokenizer()
+    other.save_pretrained(tmp_path / "other")
+    for name in ("small", "other"):
+        with pytest.raises(ModelError, match="has no or another token"):
+            run(tmp_path / f"run-{name}", PPO | {"algorithm.critic.model": str(tmp_path / name)})
 
 
 def test_a_replay_says_why_not_and_a_critic_stays_what_it_is(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from dapo.ranking.calibrate import (
     measure,
     passing,
     read_thresholds,
-    threshold_of,
     write_calibrations,
 )
 from dapo.ranking.drift import FALSE_ALARMS, chance_of_fall, compare, rows_wanted, since
@@ -59,7 +58,7 @@ def test_equal_scores_are_kept_or_dropped_together() -> None:
     assert np.isnan(measure(data, 9.0).precision.value)
 
 
-def test_each_writer_has_its_own_threshold(tmp_path: Path) -> None:
+def test_each_writer_has_its_own_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def rows(model: str, shift: float) -> tuple[list[Candidates], list[list[Scored]]]:
         data = planted(len(model))
         found = [Candidates("p", ("a", "b"), (1.0, 0.0), model=model) for _ in range(600)]
@@ -72,16 +71,19 @@ def test_each_writer_has_its_own_threshold(tmp_path: Path) -> None:
     file = tmp_path / "thresholds.json"
     write_calibrations(file, "rm", {"m1": found["m1"]})
     write_calibrations(file, "rm", {"other": found["other"]})
-    thresholds = read_thresholds(file)
+    thresholds = read_thresholds(file, "rm")
+    assert capsys.readouterr().err == ""
+    assert read_thresholds(file, "rm2") == thresholds
+    assert "of the ranker rm, and rm2 scores here" in " ".join(capsys.readouterr().err.split())
     assert thresholds == {name: one.threshold for name, one in found.items()}
     kept = passing([Candidates("p", (), model="other"), every[0]], [[], scored[0]], thresholds)
     assert kept[0] == [] and [one.text for one in kept[1]] in (["a"], [], ["a", "b"])
     with pytest.raises(ConfigError, match="no threshold for responses of new, only for m1, other"):
-        threshold_of(thresholds, "new")
+        passing([Candidates("p", (), model="new")], [[]], thresholds)
     with pytest.raises(ConfigError, match="of the ranker rm; give another file"):
         write_calibrations(file, "another", found)
     with pytest.raises(ConfigError, match="holds no thresholds"):
-        read_thresholds(tmp_path / "none.json")
+        read_thresholds(tmp_path / "none.json", "rm")
 
 
 def test_labels_must_be_of_right_and_wrong() -> None:

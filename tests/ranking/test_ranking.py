@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 import dapo
 from dapo.data.rows import BadRow, PythonRows
 from dapo.errors import ConfigError, DataError, RewardError
-from dapo.ranking.best_of import agreement, best_of, best_of_n, least_sure
+from dapo.ranking.measures import agreement, best_of, best_of_n, least_sure, summary
 from dapo.ranking.rows import Candidates, candidates, read_candidates
-from dapo.ranking.score import Scored, load_ranker, require_scores
-from dapo.ranking.table import score_rows, summary
+from dapo.ranking.score import Scored, load_ranker, score_rows
 from ranking_cases import trained
 from stage_cases import ROWS
 
@@ -76,8 +75,12 @@ def test_the_implicit_reward_is_that_of_the_stage(policy: Path) -> None:
     assert dapo.rank(policy, "1+2=", ["#3"])[0].score == pytest.approx(expected, abs=1e-5)
     by_hand = dapo.rank(policy / "model-after", "1+2=", ["#3"], reference=str(policy.parent / "base"))
     assert by_hand[0].score == pytest.approx(expected, abs=1e-5)
-    doubled = dapo.rank(policy, "1+2=", ["#3"], settings={"dpo.beta": 0.2})
-    assert doubled[0].score == pytest.approx(2 * expected, abs=1e-5)
+    for where, reference in ((policy, None), (policy / "model-after", str(policy.parent / "base"))):
+        changed = {"dpo.beta": 0.2, "data.max_prompt_length": 99}  # the last one is no beta
+        doubled = dapo.rank(where, "1+2=", ["#3"], reference=reference, settings=changed)
+        assert doubled[0].score == pytest.approx(2 * expected, abs=1e-5)
+    with pytest.raises(ConfigError, match=r"dpo.beta.*greater than 0"):
+        dapo.rank(policy, "1+2=", ["#3"], settings={"dpo.beta": -1})
 
 
 def test_a_language_model_alone_ranks_nothing(policy: Path) -> None:
@@ -97,7 +100,7 @@ def test_rules_and_functions_rank_and_a_failed_score_is_last() -> None:
     assert dapo.filter(longest, "", ["abc", "broken", "a"], threshold=1) == [Scored(0, "abc", 3.0)]
     rows = [Candidates("", ("broken", "a"), place="f:1")]
     with pytest.raises(RewardError, match="1 of 2 scores failed, such as f:1"):
-        require_scores(rows, score_rows(load_ranker(longest), rows))
+        score_rows(load_ranker(longest), rows)
 
 
 def test_an_empty_result_stays_empty() -> None:

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from dapo.config import load_reward
 from dapo.errors import ConfigError
 from dapo.ranking.endpoints import Rankers, load_rankers, router
-from dapo.ranking.score import Ranker, load_ranker
+from dapo.ranking.score import load_ranker
 from dapo.reward.build import make_scorer
 from dapo.reward.server import ServerLimits, create_app
 from dapo.reward.server import Service as RewardService
@@ -105,7 +105,7 @@ def test_the_reward_server_ranks_too(tmp_path: Path) -> None:
     scorer = make_scorer(config)
     service = RewardService(scorer, config, ServerLimits())
     service.state = "ready"
-    rankers = Rankers({"exact": Ranker("exact", scorer)})
+    rankers = Rankers({"exact": scorer})
     client = TestClient(create_app(service, lambda _: router(lambda: rankers, 10)), base_url="http://127.0.0.1")
     asked = {"prompt": "1+2=", "candidates": ["4", "3"], "answer": "3"}
     assert client.post("/v1/rank", json=asked).json()["ranking"][0]["text"] == "3"

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 
 from dapo.config.data import LiveConfig
 from dapo.data.live import LiveRows
-from dapo.serve.live import Journal, create_receiver
+from dapo.serve.live import Journal, _entry, create_receiver
 from dapo.util.serving import Address, Progress
 from served import PINNED, served
 
@@ -50,6 +50,13 @@ def test_requests_with_consent_are_kept_and_feedback_makes_rows_of_them(folder: 
     assert told[0]["response"] == told[1]["response"] == whole.choices[0].message.content
     assert told[2]["response"] == done.choices[0].text
     assert taken(file) == [(whole.id, "3")]
+
+
+def test_half_an_answer_is_not_kept() -> None:
+    asked = json.dumps(ASK | CONSENT).encode()
+    told = b'data: {"id": "x", "choices": [{"index": 0, "delta": {"content": "3"}}]}\n\n'
+    assert _entry(asked, told) is None
+    assert _entry(asked, told + b"data: [DONE]\n\n") == {"id": "x", "prompt": ASK["messages"], "response": "3"}
 
 
 def test_an_application_posts_prompts_and_feedback(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_the_command_line(stage, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["plan", "stage.yaml", "--cluster", "H200"])
     assert done.exit_code == 0 and "tokens trained" in done.stdout and "6 steps" in done.stdout, done.output
     assert not RunFolder(tmp_path / "runs/stage").config.exists()
-    assert "is the recipe of a stage" in CliRunner().invoke(app, ["train", "stage.yaml"]).output
+    assert f"is a recipe of dapo {command}" in CliRunner().invoke(app, ["train", "stage.yaml"]).output
     done = CliRunner().invoke(app, [command, "stage.yaml", "training.steps=2"])
     assert done.exit_code == 0 and "all steps are done" in done.output, done.output
     done = CliRunner().invoke(app, [command, "--resume", "runs/stage", "training.steps=3"])

@@ -46,6 +46,9 @@ def tells_address(base_url, row):
         {"messages": [message], "n": 4},
         {"messages": [image]},
         {"messages": []},
+        {"messages": [message], "max_tokens": -1},
+        {"messages": [message], "tools": "add"},
+        {"messages": [message, {"role": "assistant", "tool_calls": "x"}]},
     ]
     told = [httpx.post(url, json=body) for body in asked]
     told += [httpx.post(f"{base_url}/completions", json={}), httpx.post(url, json={"messages": [message], "n": 1})]

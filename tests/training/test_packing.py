@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_cases import SHAPE, make_group, make_sample, packed, random_groups
 
+from dapo.config import AlgorithmConfig
 from dapo.errors import ConfigError
 from dapo.records import Reward
+from dapo.training.learner import loss_weights
 from dapo.training.micro_batch import micro_batch, micro_batches, select_tokens
 from dapo.training.packing import advantage_column, pack, pack_demonstrations, plan_micro_batches
 
@@ -252,3 +254,15 @@ def test_the_model_row_holds_a_shared_prompt_once():
 def test_demonstrations_share_nothing():
     batch = pack_demonstrations([((5, 6), (7,)), ((5, 6), (8,))])
     assert whole(batch).place.tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "constant"])
+def test_an_episode_counts_as_one_sample_however_many_sequences_it_has(mode):
+    """As the same tokens in one sequence do."""
+    tail = make_sample([8, 9], prompt_ids=np.array([6, 7], np.int32))
+    found = []
+    for first in (make_sample([3, 4, 5], more=(tail,)), make_sample([3, 4, 5, 8, 9])):
+        batch = pack([make_group(0, [1], [first, make_sample([2] * 4)]), make_group(1, [1], [make_sample([2])])])
+        algorithm = AlgorithmConfig(loss_agg_mode=mode)
+        found.append(loss_weights(batch, algorithm, 16, torch.from_numpy(batch.mask)).tolist())
+    assert found[0] == found[1] and batch.sample_numbers.tolist() == [0, 1, 2]

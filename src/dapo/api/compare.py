@@ -50,13 +50,14 @@ def compare(
     from dapo.comparison.folder import declare
     from dapo.comparison.pages import write_tables
     from dapo.comparison.recipes import Variant, named_variants
-    from dapo.comparison.table import Table
     from dapo.comparison.wins import judge as judge_answers
 
     if isinstance(recipes, Mapping):
-        pairs = {name: (one, {}) if isinstance(one, str | Path) else one for name, one in recipes.items()}
-        own = {name: [f"{key}={json.dumps(v)}" for key, v in flat(settings)] for name, (_, settings) in pairs.items()}
-        variants = {name: Variant(str(file), (*changes, *own[name])) for name, (file, _) in pairs.items()}
+        variants = {}
+        for name, one in recipes.items():
+            file, settings = (one, {}) if isinstance(one, str | Path) else one
+            own = (f"{key}={json.dumps(value)}" for key, value in flat(settings))
+            variants[name] = Variant(str(file), (*changes, *own))
     else:
         variants = named_variants(list(map(str, recipes)), changes)
     root, budget = Path(out), {"minutes": minutes, "samples": samples, "tokens": tokens}
@@ -65,6 +66,4 @@ def compare(
         run_cells(root, variants, seeds, judged, only, listener.phase)
         if judge is not None:
             judge_answers(root, judge, listener.phase)
-    table = Table.read(root)
-    write_tables(table)
-    return table
+    return write_tables(root)

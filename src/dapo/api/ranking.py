@@ -38,8 +38,7 @@ def rank(
     Raises UserError: there is no such model, or it ranks nothing.
     """
     from dapo.ranking import rows
-    from dapo.ranking.score import best_first, load_ranker
-    from dapo.ranking.table import score_rows
+    from dapo.ranking.score import best_first, load_ranker, score_rows
 
     if isinstance(candidates, str):
         raise DataError("candidates: expected a list of texts, got a text; put it in a list")
@@ -48,7 +47,7 @@ def rank(
         row = rows.candidates({**fields, "prompt": prompt or None, "candidates": list(candidates)})
     except BadRow as fault:
         raise DataError(f"rank: {fault}") from None
-    return best_first(score_rows(load_ranker(model, reference=reference, overrides=overrides), [row])[0])
+    return best_first(score_rows(load_ranker(model, reference=reference, overrides=overrides), [row], most_failed=1)[0])
 
 
 def filter(
@@ -70,10 +69,11 @@ def filter(
 
     Raises ConfigError: there is no threshold, or none for this writer; others as :func:`rank`.
     """
-    from dapo.ranking.calibrate import read_thresholds, threshold_of
+    from dapo.ranking.calibrate import passing, read_thresholds
+    from dapo.ranking.rows import Candidates
 
     if (threshold is None) == (calibration is None):
         raise ConfigError("filter: give one of threshold (a number) and calibration (of dapo filter --calibration)")
-    least = threshold_of(read_thresholds(Path(calibration)), writer) if calibration is not None else threshold
-    kept = [one for one in rank(model, prompt, candidates, **how) if one.score is not None and one.score > (least or 0)]
-    return sorted(kept, key=lambda one: one.index)
+    thresholds = {writer: threshold or 0.0} if calibration is None else read_thresholds(Path(calibration), model)
+    scored = sorted(rank(model, prompt, candidates, **how), key=lambda one: one.index)
+    return passing([Candidates(prompt, (), model=writer)], [scored], thresholds)[0]

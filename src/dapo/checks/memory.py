@@ -13,10 +13,9 @@ engine         b A (its own copy; what is frozen it shares), vLLM: b P, which a 
 reference      4 A, if the KL to the initial policy is asked for, and it is a copy (algorithm.kl.reference)
 critic         16 P, if algorithm.kind is ppo and the critic has a backbone of its own, of the policy's size supposed
 casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
-KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those
-               sampled ahead) sequences of at most T tokens
-               (prompt and response), the former in any case with runtime.deterministic; on a GPU no more than
-               rollout.cache_gib
+KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those sampled ahead)
+               sequences of at most T tokens (prompt and response), the former in any case with runtime.deterministic;
+               on a GPU no more than rollout.cache_gib
 activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backward pass, w = 12 H min(T, 192) where
                attention is written out (H heads, sequences of at most 192 tokens).
                GPU, compiled: t L (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b if the
@@ -33,12 +32,11 @@ scores         in place of logits, of a reward model: 8 h t
 A stage has no engine, cache or decoding, and no reference either: that of DPO is computed before the first update and
 kept as numbers. T is data.max_length there, and t no more than rows_per_update rows of that length have, or pairs.
 
-Prediction and measurement are compared in tests/checks/test_doctor_memory.py and tests/stages/test_stage_memory.py; the
-libraries themselves (about half a GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts,
-activations, logits) take turns: while the trainer works the cache sleeps, and gradients are dropped with every update;
-the head is done with before the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and
-cache_gib given) in any case. vLLM takes all of cache_gib, once the learner has given back what it has freed.
-An engine on another device (``rollout.device``) is not in it.
+Compared with measurements in test_doctor_memory.py and test_stage_memory.py; the libraries' half a GiB is not in it. On
+a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns: while the trainer works
+the cache sleeps, and gradients are dropped with every update; the head is done with before the layers go backward. The
+larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case. vLLM takes all of cache_gib,
+once the learner has given back what it has freed. What is on another device (``rollout.device``) does not count.
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
 the whole engine. The casts are then what is whole at a time: of two layers (one at work, one on its way) b a number,
@@ -71,10 +69,8 @@ from dapo.util.memory import free_memory
 
 AnyConfig = Config | StageConfig
 GIB = 2**30
-_HOLES = 1.25
-"""Measured: what is held beside what is in use, as the C library keeps freed memory (``process.keep_freed_memory``)."""
-_TIGHT = 0.85
-"""Share of the free memory from which on it may become tight."""
+_HOLES = 1.25  # measured: the C library keeps freed memory (``process.keep_freed_memory``), so more is held than used
+_TIGHT = 0.85  # share of the free memory from which on it may become tight
 _SUPPOSED = "with texts of full length, without the libraries' own 0.5 GiB"
 """What a prediction is of. It is no upper bound: what was measured lies within a factor of it, on either side."""
 _SHORT = 0.8
@@ -92,7 +88,6 @@ class Memory:
     engine: int = 0
     reference: int = 0
     critic: int = 0
-    """Weights, gradients and moments of PPO's critic, if it has a backbone of its own."""
     cache: int = 0
     decoding: int = 0
     at_work: int = 0

@@ -10,8 +10,8 @@ import typer
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import Debug, Quiet, is_setting
+from dapo.commands.shared.output import print_lines, terminal_width
 from dapo.errors import ConfigError
-from dapo.util.terminal import Terminal
 
 
 def compare(
@@ -49,62 +49,44 @@ def compare(
     Each recipe and seed is a run in FOLDER. The same command goes on where it was stopped; what is done stays.
     """
     with errors_for_people(debug, output_is_result=False):
-        budget = {"minutes": minutes, "samples": samples, "tokens": tokens}
-        options = {"only": only or (), "allow": allow or (), "evaluation": evaluation}
-        if _compare(words, out, seeds, budget, options, judge, quiet):
+        options: dict[str, Any] = {"minutes": minutes, "samples": samples, "tokens": tokens, "evaluation": evaluation}
+        options |= {"seeds": seeds, "only": only or (), "allow": allow or (), "judge": judge}
+        if _compare(words, out, options, quiet):
             raise typer.Exit(1)  # a cell failed
 
 
-def _compare(
-    words: list[str], out: Path, seeds: str, budget: dict[str, Any], options: Any, judge: str | None, quiet: bool
-) -> bool:
+def _compare(words: list[str], out: Path, options: dict[str, Any], quiet: bool) -> bool:
     """Run, or read, and print the table. Whether a cell failed."""
     from dapo.api.compare import compare as compare_recipes
+    from dapo.commands.inspect.tables import columns
     from dapo.commands.train import stopped_by_signals
     from dapo.comparison.folder import is_comparison
     from dapo.comparison.pages import WIN_HEADER, win_lines, write_pages, write_tables
-    from dapo.comparison.table import Table
-    from dapo.comparison.wins import judge as judge_answers
-    from dapo.observe.progress import QuietListener, make_listener
+    from dapo.comparison.wins import judge
+    from dapo.observe.progress import make_listener
 
-    listener = QuietListener() if quiet else make_listener()
-    if len(words) == 1 and is_comparison(Path(words[0])):
-        root = Path(words[0])
-        if any(amount is not None for amount in budget.values()):
+    root, listener = Path(words[0]), make_listener(quiet)
+    if len(words) == 1 and is_comparison(root):
+        if any(options[name] is not None for name in ("minutes", "samples", "tokens")):
             raise ConfigError(f"{root}: is read as it is; to go on with a comparison name its recipes")
-        if judge is not None:
-            judge_answers(root, judge, listener.phase)
-        table = Table.read(root)
-        write_tables(table)
+        if options["judge"] is not None:
+            judge(root, options["judge"], listener.phase)
+        table = write_tables(root)
     else:
         changes = [word for word in words if is_setting(word) and ".yaml" not in word]
         recipes = [word for word in words if word not in changes]
+        try:
+            options["seeds"] = [int(seed) for seed in options["seeds"].split(",")]
+        except ValueError:
+            raise ConfigError(f"--seeds {options['seeds']}: expected whole numbers, such as 1,2,3") from None
         with stopped_by_signals(again="the same command") as shutdown:
             shutdown.run = out
-            options |= budget | {"seeds": _numbers(seeds), "out": out, "judge": judge}
-            table = compare_recipes(recipes, changes, listener=listener, **options)
+            table = compare_recipes(recipes, changes, out=out, listener=listener, **options)
     with suppress(ImportError):  # there may be no matplotlib
         write_pages(table)
+    for header, rows in ((("", *table.names), table.lines()), (WIN_HEADER, win_lines(table))):
+        if rows and not quiet:
+            print_lines([*columns(header, rows, terminal_width()), ""])
     if not quiet:
-        _print(("", *table.names), table.lines())
-        _print(WIN_HEADER, win_lines(table))
-        for text in (*table.failures(), f"table and curves: {table.comparison.root}"):
-            Terminal().print(text, markup=False, highlight=False, soft_wrap=True)
+        print_lines([*table.failures(), f"table and curves: {table.comparison.root}"])
     return bool(table.failures()) and len(words) > 1
-
-
-def _numbers(seeds: str) -> list[int]:
-    try:
-        return [int(seed) for seed in seeds.split(",")]
-    except ValueError:
-        raise ConfigError(f"--seeds {seeds}: expected whole numbers, such as 1,2,3") from None
-
-
-def _print(header: tuple[str, ...], rows: list[list[str]]) -> None:
-    from rich.table import Table
-
-    drawn = Table(*header, show_edge=False)
-    for row in rows:
-        drawn.add_row(*row)
-    if rows:
-        Terminal().print(drawn)

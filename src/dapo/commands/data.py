@@ -151,9 +151,11 @@ def clean(
                 "name the files to read and, last, the file to write: dapo data clean rows.jsonl out.jsonl"
             )
         out, config = Path(target), _config(recipe, [word for word in words if is_setting(word)], None, None)
-        if out.exists() or out.suffix != ".jsonl":
-            why = "it exists already" if out.exists() else "its name has to end in .jsonl"
+        if (there := out.exists() or out.is_symlink()) or out.suffix != ".jsonl":
+            why = "it exists already" if there else "its name has to end in .jsonl"
             raise ConfigError(f"{target}: cannot be written: {why}")
+        if output is not None and output.resolve() in [Path(name).resolve() for name in (*names, target)]:
+            raise ConfigError(f"--json {output}: it would replace rows; name a file of its own for the report")
         require_writable("OUT", out)
         items = [DataItem(path=name) for name in names]
         held = [DataItem(path=name) for name in against] if against else config.evaluation.data

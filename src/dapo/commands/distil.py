@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,17 +16,13 @@ from dapo.commands.train import stopped_by_signals
 from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal
 
-_File = typer.Option(metavar="FILE", help="Rows with prompts to sample on; may be given again.")
-
 
 def distil(
     policy: Annotated[str, typer.Argument(metavar="POLICY", help="Model that samples and learns.")],
     ranker: RankerName,
+    data: Annotated[list[str], typer.Option(metavar="FILE", help="Rows to sample on; may be given again.")],
+    heldout: Annotated[list[str], typer.Option(metavar="FILE", help="Other prompts, on which the gain is measured.")],
     overrides: options.Overrides = None,
-    data: Annotated[list[str] | None, _File] = None,
-    heldout: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Other prompts, on which the gain is measured.")
-    ] = None,
     method: Annotated[
         str, typer.Option(metavar="sft|dpo", help="Imitate the best, or prefer it to the worst.")
     ] = "sft",
@@ -54,9 +50,6 @@ def distil(
     SECTION.KEY=VALUE are keys of the stage (dapo sft, dapo dpo), such as training.steps=50.
     """
     with errors_for_people(debug):
-        for option, given in (("--data", data), ("--heldout", heldout)):
-            if not given:
-                raise ConfigError(f"{option}: required but not given: a file of rows with a prompt each")
         if method not in ("sft", "dpo") or (method == "dpo" and calibration is not None):
             raise ConfigError(f"--method {method}: must be sft or dpo; with --calibration sft")
         from dapo.distil import Plan, distil
@@ -66,13 +59,11 @@ def distil(
         from dapo.ranking.score import load_ranker
 
         sampling = options.given_options(locals(), *(name for name in options.SAMPLING if name != "min_p"))
-        layer: dict[str, Any] = {"evaluation": {"data": data, "rows": None}}
-        _, config = settings_for(policy, sampling, layer)
+        _, config = settings_for(policy, sampling, {"evaluation": {"data": data, "rows": None}})
         judge = partial(load_ranker, ranker, reference=reference)
         judge()  # so that what is wrong with its name shows at once
-        thresholds = None if calibration is None else read_thresholds(calibration)
-        how: dict[str, Any] = {"method": method, "thresholds": thresholds, "stage": overrides or ()}
-        plan = Plan(config, data or [], heldout or [], folder, **how)
+        thresholds = None if calibration is None else read_thresholds(calibration, ranker)
+        plan = Plan(config, ranker, data, heldout, folder, method, thresholds, overrides or ())
         with (
             closing(make_listener(quiet, Terminal(stderr=True))) as listener,
             stopped_by_signals(again="the same command with --resume") as shutdown,

@@ -33,10 +33,9 @@ def drift_of_ranker(
     output: Path | None,
 ) -> None:
     """Its agreement with labels of pairs and rankings, and whether that fell."""
-    from dapo.ranking.best_of import agreement
+    from dapo.ranking.measures import agreement, summary, summary_lines
     from dapo.ranking.rows import read_candidates
-    from dapo.ranking.score import load_ranker, require_scores
-    from dapo.ranking.table import score_rows, summary, summary_lines
+    from dapo.ranking.score import load_ranker, score_rows
     from dapo.util.files import write_json
 
     if not files:
@@ -46,7 +45,6 @@ def drift_of_ranker(
     reference = [since] if since is not None and Path(since).is_file() else []
     rows = read_candidates([*reference, *files])
     scored = score_rows(load_ranker(model, overrides=overrides), rows)
-    require_scores(rows, scored)
     told: dict[str, Any] = {"model": model, **summary(rows, scored)}
     if "agreement" not in told:
         raise DataError("no row has two responses that its labels tell apart, so how well the model ranks is not known")
@@ -90,12 +88,11 @@ def _since(rows: Sequence[Any], since_: str, reference: int | None) -> list[bool
 
 def _compared(values: Sequence[float], new: Sequence[bool], curve: Path | None) -> tuple[Drift, list[str]]:
     from dapo.ranking.drift import FALSE_ALARMS, compare, read_curve, rows_wanted
-    from dapo.ranking.table import interval
 
     points = None if curve is None else read_curve(curve)
     old, fresh = ([v for v, is_new in zip(values, new, strict=True) if is_new == side] for side in (False, True))
     found = compare(old, fresh)
-    told = f"{interval(found.reference, '.3f')} on {found.rows[0]} reference rows, {interval(found.new, '.3f')} on "
+    told = f"{found.reference.text('.3f')} on {found.rows[0]} reference rows, {found.new.text('.3f')} on "
     lines = [f"{told}{found.rows[1]} new ones: a fall of {found.fall:.3f}, p = {found.p:.4f}"]
     rate = f"a rule that is wrong for at most {FALSE_ALARMS:.0%} of rows that have not changed"
     lines.append(f"retraining is {'due' if found.due else 'not due'}, by {rate}")

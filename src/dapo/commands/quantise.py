@@ -9,15 +9,12 @@ import typer
 
 from dapo.commands.shared import options
 from dapo.commands.shared.errors import errors_for_people
-from dapo.errors import ConfigError
 
 
 def quantise(
     model: options.Model,
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the quantised model.")],
-    data: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Rows with a prompt and responses to compare on.")
-    ] = None,
+    data: Annotated[list[str], typer.Option(metavar="FILE", help="Rows with a prompt and responses to compare on.")],
     kind: Annotated[str, typer.Option(metavar="int8|int4|nf4", help="4 bits need a GPU.")] = "int8",
     rows: Annotated[int, typer.Option(min=1, metavar="N", help="Compare on the first so many.")] = 32,
     debug: options.Debug = False,
@@ -27,8 +24,6 @@ def quantise(
     The result loads in Transformers and vLLM; a reward model ranks as before: dapo rank OUT.
     """
     with errors_for_people(debug):
-        if not data:
-            raise ConfigError("--data: required but not given: rows with a prompt and responses to compare on")
         from dapo.ranking.quantise import quantise
         from dapo.ranking.rows import read_candidates
 

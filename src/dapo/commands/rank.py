@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,8 @@ from dapo.util.terminal import Terminal
 if TYPE_CHECKING:
     from dapo.ranking.calibrate import Calibration
     from dapo.ranking.rows import Candidates
-    from dapo.ranking.score import Ranker, Scored
+    from dapo.ranking.score import Scored
+    from dapo.reward.contract import Scorer
 
 RankerName = Annotated[
     str,
@@ -53,13 +55,14 @@ def rank(
     A row has a prompt, and candidates; or chosen and rejected (or correct_code and incorrect_code); or responses.
     """
     with errors_for_people(debug):
-        from dapo.ranking.best_of import least_sure
-        from dapo.ranking.table import ranked_lines, summary, summary_lines
+        from dapo.ranking.measures import least_sure, summary, summary_lines
+        from dapo.ranking.score import best_first
 
-        ranker, files = _opened(model, words, reference, output)
-        found, scored = _scored(ranker, files, rows)
-        lines = ranked_lines(found, scored) if unsure is None else least_sure(found, scored, unsure)
-        _give(lines, output)
+        load, files = _opened(model, words, reference, output)
+        found, scored = _scored(load(), files, rows)
+        pairs = zip(found, scored, strict=True)
+        ranked = (_line(row, ranking=[one.told for one in best_first(several)]) for row, several in pairs)
+        _give(ranked if unsure is None else least_sure(found, scored, unsure), output)
         _say(summary_lines(summary(found, scored)), output)
 
 
@@ -95,27 +98,25 @@ def filter_responses(
     with errors_for_people(debug):
         from dapo.ranking.calibrate import passing, read_thresholds, write_calibrations
         from dapo.ranking.rows import EVERY
-        from dapo.ranking.table import kept_lines
 
         _check_options(labelled, precision, recall, calibration, threshold)
-        ranker, files = _opened(model, words, reference, output, needs_files=not labelled)
-        thresholds = {} if threshold is None else {EVERY: threshold}
+        load, files = _opened(model, words, reference, output, needs_files=not labelled)
         if labelled:
             goal, wanted = ("precision", precision) if precision is not None else ("recall", recall)
-            found = _calibrations(ranker, labelled, goal, wanted or 0.0)
+            found = _calibrations(load(), labelled, goal, wanted or 0.0)
             thresholds = {name: one.threshold for name, one in found.items()}
             if calibration is not None:
-                require_writable("--calibration", calibration, calibration)
+                require_writable("--calibration", calibration)
                 write_calibrations(calibration, model, found)
             _say(_told(found), output if files else calibration or Path())
-            ranker, _ = _opened(model, words, reference, output, needs_files=False)
-        elif calibration is not None:
-            thresholds = read_thresholds(calibration)
+        else:
+            thresholds = {EVERY: threshold or 0.0} if calibration is None else read_thresholds(calibration, model)
         if files:
-            given, scored = _scored(ranker, files, rows)
+            given, scored = _scored(load(), files, rows)
             kept = passing(given, scored, thresholds)
-            _give(kept_lines(given, kept), output)
-            _say([f"kept {sum(map(len, kept))} of {sum(map(len, scored))} responses"], output)
+            pairs = [(row, one) for row, several in zip(given, kept, strict=True) for one in several]
+            _give((_kept(row, one) for row, one in pairs), output)
+            _say([f"kept {len(pairs)} of {sum(map(len, scored))} responses"], output)
 
 
 def _check_options(
@@ -134,29 +135,27 @@ def _check_options(
 
 def _opened(
     model: str, words: list[str] | None, reference: str | None, output: Path | None, needs_files: bool = True
-) -> tuple[Ranker, list[str]]:
+) -> tuple[Callable[[], Scorer], list[str]]:
+    """What loads the ranker, which is used once, and the files."""
     from dapo.ranking.score import load_ranker
 
     files, overrides = options.files_and_settings(words)
     if needs_files and not files:
         raise ConfigError("FILES: required but not given: rows with a prompt and responses, as JSON lines or Parquet")
     if output is not None:
-        require_writable("--output", output, output)
-    return load_ranker(model, reference=reference, overrides=overrides), files
+        require_writable("--output", output)
+    return partial(load_ranker, model, reference=reference, overrides=overrides), files
 
 
-def _scored(ranker: Ranker, files: Sequence[str], rows: int | None) -> tuple[list[Candidates], list[list[Scored]]]:
+def _scored(ranker: Scorer, files: Sequence[str], rows: int | None) -> tuple[list[Candidates], list[list[Scored]]]:
     from dapo.ranking.rows import read_candidates
-    from dapo.ranking.score import require_scores
-    from dapo.ranking.table import score_rows
+    from dapo.ranking.score import score_rows
 
     found = read_candidates(files, rows)
-    scored = score_rows(ranker, found)
-    require_scores(found, scored)
-    return found, scored
+    return found, score_rows(ranker, found)
 
 
-def _calibrations(ranker: Ranker, labelled: Sequence[str], goal: Any, wanted: float) -> dict[str, Calibration]:
+def _calibrations(ranker: Scorer, labelled: Sequence[str], goal: Any, wanted: float) -> dict[str, Calibration]:
     """By the language model that wrote. Raises DataError: for one of them nothing reaches what is wanted."""
     from dapo.errors import DataError
     from dapo.ranking.calibrate import calibrate, labelled_of
@@ -171,14 +170,22 @@ def _calibrations(ranker: Ranker, labelled: Sequence[str], goal: Any, wanted: fl
 
 
 def _told(found: Mapping[str, Calibration]) -> Iterable[str]:
-    from dapo.ranking.table import interval
-
     for name, one in found.items():
         who = "" if name == "*" else f"{name}: "
         yield f"{who}threshold {one.threshold:.5g} for a {one.goal} of {one.wanted:g}: {one.verdict} on other rows"
         for part, measured in (("chosen on", one.chosen_on), ("checked on", one.check)):
-            told = f"precision {interval(measured.precision, '.3f')}, recall {interval(measured.recall, '.3f')}"
+            told = f"precision {measured.precision.text('.3f')}, recall {measured.recall.text('.3f')}"
             yield f"  {part} {measured.responses} responses, {measured.kept} kept: {told}"
+
+
+def _line(row: Candidates, **more: Any) -> dict[str, Any]:
+    return {"prompt": row.prompt, **({} if row.model == "*" else {"model": row.model}), **more}
+
+
+def _kept(row: Candidates, one: Scored) -> dict[str, Any]:
+    """As fine-tuning reads it."""
+    label = {"label": row.labels[one.index]} if row.labels else {}
+    return _line(row, response=one.text, score=one.score, **label)
 
 
 def _give(lines: Iterable[Mapping[str, Any]], output: Path | None) -> None:

@@ -60,17 +60,16 @@ def reward_server(
         with extra("server", "dapo reward-server", RewardError):
             from dapo.ranking.calibrate import read_thresholds
             from dapo.ranking.endpoints import Rankers, router
-            from dapo.ranking.score import Ranker
             from dapo.reward.server import ServerLimits, Service, serve
             from dapo.util.serving import Address
         config = load_reward(recipe, overrides or [])
         address = Address(host, port, Address.token_in(token_env))
         limits = ServerLimits(max_waiting, min(max_items, max_waiting), int(max_body_mb * 2**20), max_text)
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
-        thresholds = {recipe: read_thresholds(calibration)} if calibration else {}
+        thresholds = {recipe: read_thresholds(calibration, recipe)} if calibration else {}
 
         def ranking(service: Service) -> Any:
-            rankers = Rankers({recipe: Ranker(recipe, service.scorer)}, thresholds)
+            rankers = Rankers({recipe: service.scorer}, thresholds)
             return router(lambda: rankers, limits.max_items)
 
         asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say, more=ranking))

@@ -35,24 +35,29 @@ Calibrations = Annotated[
 ]
 
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Recipe, folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
+        autocompletion=complete_recipe,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as data.max_prompt_length=4096."),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=FOLDER", help="Serve a LoRA adapter on the model, too; may be given again."),
+]
+
+
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="Recipe, folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
-            autocompletion=complete_recipe,
-        ),
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as data.max_prompt_length=4096."),
-    ] = None,
+    model: Model,
+    settings: Settings = None,
     name: Annotated[str | None, typer.Option(help="Of the model, for requests. Default: the end of its path.")] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="Serve a LoRA adapter on the model, too; may be given again."),
-    ] = None,
+    adapter: Adapters = None,
     ranker: Rankers = None,
     calibration: Calibrations = None,
     engines: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of each; on several GPUs one on each.")] = 1,

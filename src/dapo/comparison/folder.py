@@ -67,10 +67,15 @@ def is_comparison(root: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What comparison.json says."""
+    """What comparison.json says. ``recipes``: by name ``phases``, what it ``needs``, whether its evaluations are a
+    ``curve`` of what is compared. ``budget``: a key of ``training``, and how much of it each cell has. ``measured``:
+    how the models are evaluated."""
 
     root: Path
-    tree: Mapping[str, Any]
+    recipes: Mapping[str, Any]
+    seeds: list[int]
+    budget: tuple[str, float]
+    measured: Mapping[str, Any]
 
     @classmethod
     def read(cls, root: Path) -> Comparison:
@@ -78,18 +83,11 @@ class Comparison:
         if not is_comparison(root):
             raise UserError(f"{root}: is not the folder of a comparison: it has no {DECLARED}; dapo compare makes one")
         try:
-            return cls(root, dict(read_json(root / DECLARED)))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{root / DECLARED}: cannot be read: {error}") from None
-
-    @property
-    def recipes(self) -> Mapping[str, Any]:
-        """By name ``phases``, what it ``needs``, whether its evaluations are a ``curve`` of what is compared."""
-        return dict(self.tree["recipes"])
-
-    @property
-    def seeds(self) -> list[int]:
-        return list(self.tree["seeds"])
+            tree = read_json(root / DECLARED)
+            (budget,) = tree["budget"].items()
+            return cls(root, tree["recipes"], tree["seeds"], budget, tree["measured"])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{root / DECLARED}: cannot be read: {type(error).__name__}: {error}") from None
 
     @property
     def differ(self) -> dict[str, dict[str, Any]]:
@@ -99,12 +97,6 @@ class Comparison:
         runs = {name: dict(flat(tree)) for name, tree in trees if "rollout" in tree}  # the last one of its phases
         left_out = {f"training.{key}" for key in ("steps", *BUDGETS)} | {"evaluation.patience"}
         return dict(by_key(kinds)) | {key: values for key, values in by_key(runs) if key not in left_out}
-
-    @property
-    def budget(self) -> tuple[str, float]:
-        """A key of ``training``, and how much of it each cell has."""
-        key, amount = next(iter(self.tree["budget"].items()))
-        return str(key), float(amount)
 
 
 def declare(
@@ -166,7 +158,7 @@ def _told(recipe: str, phases: Phases, judged: Config) -> dict[str, Any]:
 def _joined(old: Comparison, now: dict[str, Any]) -> dict[str, Any]:
     """Both. Raises ConfigError: what is in both is not the same."""
     then, both = old.recipes, now["recipes"]
-    pairs = [(f"{key}.", old.tree[key], now[key]) for key in ("budget", "measured")]
+    pairs = [("budget.", dict([old.budget]), now["budget"]), ("measured.", old.measured, now["measured"])]
     pairs += [(f"{name}: ", then[name]["settings"], both[name]["settings"]) for name in then if name in both]
     if changed := [str(found) for key, a, b in pairs for found in differences(a, b, key)]:
         text = "\n".join(changed)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dapo.comparison.table import Table
 from dapo.comparison.wins import read_wins
+from dapo.evaluation.statistics import Estimate
 from dapo.evaluation.votes import read_votes, tallies
 from dapo.util.differences import shown
 from dapo.util.files import write_atomic, write_json, writing
@@ -27,9 +28,8 @@ NOTES = (
 
 def sections_of(table: Table, figure: Figure | None = None) -> list[Section]:
     """``figure``: the curves, if they can be drawn."""
-    declared = table.comparison.tree
-    budget = ", ".join(f"{amount:g} {key}" for key, amount in declared["budget"].items())
-    heading = Text(f"{budget} for each, seeds {', '.join(map(str, declared['seeds']))}.")
+    key, amount = table.comparison.budget
+    heading = Text(f"{amount:g} {key} for each, seeds {', '.join(map(str, table.comparison.seeds))}.")
     blocks: list[Block] = [heading, Rows(["", *table.names], table.lines()), Text(NOTES), *map(Text, table.failures())]
     found = [Section("Comparison", blocks)]
     if wins := win_lines(table):
@@ -53,24 +53,22 @@ def win_lines(table: Table) -> list[list[str]]:
         counts = [str(one[name]) for name in ("wins", "ties", "losses", "failed")]
         place = one["first_place"]
         said = "" if place is None else f"first in {place:.0%}; {one['swayed']:.0%} swayed"
-        rows.append([one["by"], one["first"], one["other"], *counts, _rate(one["rate"], one["low"], one["high"]), said])
+        rate = None if one["rate"] is None else Estimate(one["rate"], one["low"], one["high"])
+        rows.append([one["by"], one["first"], one["other"], *counts, _rate(rate), said])
     for tally in tallies(read_votes(table.comparison.root)):
-        share = tally.share
-        rate = "-" if share is None else _rate(share.value, share.low, share.high)
         counts = [str(n) for n in (tally.second, tally.ties + tally.both_bad, tally.first, 0)]
-        rows.append([counted(tally.voters, "voter"), *tally.models, *counts, rate, ""])
+        rows.append([counted(tally.voters, "voter"), *tally.models, *counts, _rate(tally.share), ""])
     return rows
 
 
-def _rate(value: float | None, low: float | None, high: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1%}" + (f" ({low:.1%} to {high:.1%})" if low is not None and high is not None else "")
+def _rate(found: Estimate | None) -> str:
+    return "-" if found is None else found.text(".1%")
 
 
-def write_tables(table: Table) -> None:
+def write_tables(root: Path) -> Table:
     """table.md, table.csv and table.json, which replace earlier ones. Raises UserError: they cannot be written."""
-    root, cells, text = table.comparison.root, table.cells(), io.StringIO()
+    table, text = Table.read(root), io.StringIO()
+    cells = table.cells()
     writer = csv.DictWriter(text, list(cells[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(cells)
@@ -79,6 +77,7 @@ def write_tables(table: Table) -> None:
         write_atomic(root / "table.md", as_markdown(_title(table), sections_of(table)))
         write_atomic(root / "table.csv", text.getvalue())
         write_json(root / "table.json", told | {"wins": read_wins(root)})
+    return table
 
 
 def write_pages(table: Table, output: Path | None = None) -> list[Path]:

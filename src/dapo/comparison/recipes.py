@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config import Config, flat, load_config
+from dapo.config.composed_reward import plain_rewards
 from dapo.config.plan import existing_recipe, require_files
 from dapo.config.reading import read_recipe, with_values
 from dapo.config.secrets import require_secrets
@@ -39,14 +40,14 @@ class Variant:
     def phases(self, root: Path, seed: int = 0) -> Phases:
         """As they run with ``seed`` in the folder ``root``. Raises ConfigError: with what is wrong in the recipe."""
         tree, _ = read_recipe(existing_recipe(self.recipe), self.changes)
-        stage, place = str(tree.get("stage")), json.dumps(str(root))
-        found: Phases
+        stage, place, found = str(tree.get("stage")), json.dumps(str(root)), Phases()
         if "phases" in tree:
-            found = dict(load_phases(self.recipe, [*self.changes, f"dir={place}"])[1])
-        elif stage in STAGES:
-            found = {"": load_stage(stage, self.recipe, [*self.changes, f"run.dir={place}"])}
+            found |= load_phases(self.recipe, [*self.changes, f"dir={place}"])[1]
         else:
-            found = {"": load_config(self.recipe, [*self.changes, f"run.dir={place}"])}
+            changes = [*self.changes, f"run.dir={place}"]
+            found[""] = (
+                load_stage(stage, self.recipe, changes) if stage in STAGES else load_config(self.recipe, changes)
+            )
         for config in found.values():
             require_secrets(config.model_dump(mode="json"), self.recipe, "as section.key=value")
             require_files(config)
@@ -119,19 +120,15 @@ def require_alike(variants: Mapping[str, Phases], allowed: Sequence[str]) -> Non
     """Raises ConfigError: recipes differ in what has to be the same, and ``allowed`` keys or sections do not say that
     they may."""
     refused = {
-        key: values
+        key: "; ".join(f"{name} has {shown(value, 80)}" for name, value in values.items())
         for key, values in by_key({name: _to_be_the_same(phases) for name, phases in variants.items()})
         if not any(key == one or key.startswith(f"{one}.") for one in allowed)
     }
     if refused:
-        lines = [
-            f"{key}: " + "; ".join(f"{n} has {shown(v, 80)}" for n, v in of.items()) for key, of in refused.items()
-        ]
+        lines = "\n".join(f"{key}: {told}" for key, told in refused.items())
         raise ConfigError(
-            "these recipes differ in what has to be the same:\n"
-            + "\n".join(lines)
-            + "\nwhat would work: the same value in all, as a change of all recipes (KEY=VALUE), or "
-            + " ".join(f"--allow {key}" for key in refused)
+            f"these recipes differ in what has to be the same:\n{lines}\nwhat would work: the same value in all, as a "
+            f"change of all recipes (KEY=VALUE), or {' '.join(f'--allow {key}' for key in refused)}"
         )
 
 
@@ -144,12 +141,10 @@ def needs(phases: Phases) -> list[str]:
     found: list[str] = []
     for config in phases.values():
         if isinstance(config, Config):
-            algorithm, reward = config.algorithm, config.reward
-            found += ["reference"] * (algorithm.kl.mode != "off")
-            found += ["critic"] * (getattr(algorithm, "kind", "") == "ppo")
-            found += [
-                f"reward ({one.kind})" for one in (reward.rewards.values() if reward.kind == "compose" else [reward])
-            ]
+            found += ["reference"] * (config.algorithm.kl.mode != "off")
+            found += ["critic"] * (config.algorithm.kind == "ppo")
+            rewards: list[Any] = list(plain_rewards(config.reward))
+            found += [f"reward ({one.kind})" for one in rewards]
         elif config.stage == "dpo":
             found += ["preference pairs", *["reference"] * (config.dpo.loss != "simpo")]
         else:

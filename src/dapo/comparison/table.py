@@ -11,14 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from dapo.comparison.curves import Point, curve, spent
 from dapo.comparison.folder import Cell, Comparison
 from dapo.comparison.recipes import BUDGETS
-from dapo.comparison.statistics import at, half, noise, paired
-from dapo.config import build_config
-from dapo.config.stages import build_stage
 from dapo.errors import UserError
-from dapo.observe.alarms import Alarms
+from dapo.evaluation.statistics import Estimate, estimate_means, half, noise
 from dapo.observe.costs import costs, gpus_of, total
 from dapo.observe.run_view import RunView, is_run
 
@@ -39,15 +35,43 @@ _COSTS: Mapping[str, tuple[str, float]] = {
 _STABLE = ("updates skipped", "steps with alarms", "gradient spikes")
 
 
+def spent(views: Sequence[RunView], until: int | None = None) -> dict[str, float]:
+    """By budget, of all runs of a cell, of the last one up to and with the step ``until``: minutes of steps, samples
+    drawn and tokens of responses; in stages rows, and tokens trained on."""
+    used = dict.fromkeys(BUDGETS, 0.0)
+    for view in views:
+        steps = [
+            e for e in view.metrics if e["step"] and (until is None or view is not views[-1] or e["step"] <= until)
+        ]
+        used["minutes"] += total(steps, "time/step") / 60
+        if "rollout" in view.config:
+            used["samples"] += view.config["rollout"]["samples_per_prompt"] * total(steps, "groups/drawn")
+            used["tokens"] += total(steps, "tokens/generated")
+        else:
+            used["samples"] += view.config["training"]["rows_per_update"] * len(steps)
+            used["tokens"] += total(steps, "tokens/trained")
+    return used
+
+
+def paired(first: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> Estimate | None:
+    """Of ``other`` less ``first``, over the rows that all of them have: each row's mean over the seeds of one, less
+    that of the other, and the bootstrap over rows. It says how far other rows would move it, and nothing of seeds.
+    ``first``, ``other``: of each seed the values by row. None: they have no row in common."""
+    rows = sorted(set.intersection(*(set(seed) for seed in (*first, *other)))) if first and other else []
+    gains = [fmean(seed[row] for seed in other) - fmean(seed[row] for seed in first) for row in rows]
+    return estimate_means(np.array(gains)[:, None], [False])[0] if rows else None
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A cell as it lies there. ``rows``: of the last evaluation; empty: it is not done. ``failed``: why."""
+    """A cell as it lies there. ``rows``: of the last evaluation; empty: it is not done. ``failed``: why. ``curve``: of
+    each evaluation what was spent, and the value."""
 
     cell: Cell
     metric: str
     rows: Mapping[str, float]
     failed: str | None
-    curve: Sequence[Point]
+    curve: Sequence[tuple[Mapping[str, float], float]]
     numbers: Numbers
 
     @classmethod
@@ -56,8 +80,10 @@ class Measured:
         result, phases = cell.result, told["phases"]
         views = [RunView.read(cell.folder / name) for name in phases if is_run(cell.folder / name)]
         metric = str(result.get("metric", "accuracy"))
-        points = curve(views, metric) if told["curve"] and len(views) == len(phases) else []
-        return cls(cell, metric, result.get("rows") or {}, result.get("failed"), points, _numbers(views))
+        evaluations = views[-1].evaluations if told["curve"] and len(views) == len(phases) else []
+        found = [(entry["step"], entry.get(f"eval/{metric}")) for entry in evaluations]
+        curve = [(spent(views, step), float(value)) for step, value in found if value is not None]
+        return cls(cell, metric, result.get("rows") or {}, result.get("failed"), curve, _numbers(views))
 
     @property
     def value(self) -> float:
@@ -65,23 +91,23 @@ class Measured:
 
     def along(self, axis: str) -> tuple[list[float], list[float]]:
         """The places of its evaluations, and the values."""
-        return [point.used[axis] for point in self.curve], [point.value for point in self.curve]
+        return [used[axis] for used, _ in self.curve], [value for _, value in self.curve]
 
 
 def _numbers(views: Sequence[RunView]) -> Numbers:
     """Sums over the phases of a cell, and of memory the most."""
-    used = [spent(view) for view in views]
     entries = [entry for view in views for entry in view.metrics if entry["step"]]
     gpu = [costs(view).gpu_seconds for view in views]
+    parameters: list[Any] = [(view.fingerprint.get("model") or {}).get("parameters") for view in views]
 
     def most(name: str) -> float | None:
         return max((entry[name] for entry in entries if entry.get(name) is not None), default=None)
 
     return {
-        **{name: sum(one[name] for one in used) for name in BUDGETS},
+        **spent(views),
         "tokens sampled": total(entries, "tokens/generated"),
         "tokens trained": total(entries, "tokens/trained"),
-        "operations": _operations(views),
+        "operations": None if None in parameters else sum(map(_operations, views, parameters)),
         "seconds": sum(view.seconds or 0.0 for view in views),
         "memory": most("memory/rss"),
         "GPU memory": most("resources/gpu_memory") if any(gpus_of(view) for view in views) else None,
@@ -93,33 +119,19 @@ def _numbers(views: Sequence[RunView]) -> Numbers:
     }
 
 
-def _operations(views: Sequence[RunView]) -> float | None:
+def _operations(view: RunView, parameters: int) -> float:
     """6 for each parameter and token of an update, 2 for each token sampled: passes of critics, references and reward
-    models are not in it. None: a run did not record its parameters."""
-    found = 0.0
-    for view in views:
-        parameters = (view.fingerprint.get("model") or {}).get("parameters")
-        if parameters is None:
-            return None
-        updates = sum(e.get("tokens/computed") or e.get("tokens/trained") or 0 for e in view.metrics)
-        found += parameters * (6 * updates + 2 * total(view.metrics, "tokens/generated"))
-    return found
+    models are not in it."""
+    updates = sum(e.get("tokens/computed") or e.get("tokens/trained") or 0 for e in view.metrics)
+    return parameters * (6 * updates + 2 * total(view.metrics, "tokens/generated"))
 
 
 def _spikes(view: RunView) -> int:
     """Steps in which the alarm of this name was on."""
-    tree = dict(view.config)
     try:
-        config: Any = build_stage(tree["stage"], tree) if "stage" in tree else build_config(tree)
+        return sum("gradient spike" in found for _, found, _ in view.alarms())
     except UserError:  # of another version
         return 0
-    alarms, count = Alarms(config, view.changes), 0
-    for entry in view.metrics:
-        if entry["step"]:
-            alarms.observe(entry["step"], entry)
-            alarms.settle()
-            count += "gradient spike" in alarms.found
-    return count
 
 
 @dataclass(frozen=True)
@@ -143,26 +155,32 @@ class Table:
     def names(self) -> list[str]:
         return list(self.every)
 
+    @property
+    def _cells(self) -> list[Measured]:
+        return [one for several in self.every.values() for one in several]
+
     @cached_property
     def done(self) -> dict[str, list[Measured]]:
         return {name: [one for one in cells if one.rows] for name, cells in self.every.items()}
 
     @cached_property
     def metric(self) -> str:
-        return next((one.metric for cells in self.done.values() for one in cells), "accuracy")
+        return next((one.metric for one in self._cells if one.rows), "accuracy")
 
     @cached_property
     def ends(self) -> dict[str, float]:
         """By budget the place up to which the curves of all cells that are done and have one go."""
-        curves = [one.curve for cells in self.done.values() for one in cells if one.curve]
-        return {axis: min(points[-1].used[axis] for points in curves) for axis in BUDGETS} if curves else {}
+        last = [one.curve[-1][0] for one in self._cells if one.rows and one.curve]
+        return {axis: min(used[axis] for used in last) for axis in BUDGETS} if last else {}
 
     def values(self, axis: str | None = None) -> dict[str, list[float]]:
-        """By recipe the quality of each seed: after training, or where all curves have come to on ``axis``."""
+        """By recipe the quality of each seed: after training, or where all curves have come to on ``axis``, on straight
+        lines between evaluations."""
         if axis is None:
             return {name: [one.value for one in cells] for name, cells in self.done.items()}
-        found = {name: [at(*one.along(axis), self.ends[axis]) for one in cells] for name, cells in self.done.items()}
-        return {name: [value for value in values if value is not None] for name, values in found.items()}
+        end = self.ends[axis]
+        curves = {name: [one.along(axis) for one in cells if one.curve] for name, cells in self.done.items()}
+        return {n: [float(np.interp(end, *one)) for one in of if one[0][0] <= end] for n, of in curves.items()}
 
     def mean_curve(self, name: str, axis: str, points: int = 60) -> list[list[float]]:
         """``[x, mean, lowest, highest]`` over the seeds of a recipe that have a curve, as far as all of these go."""
@@ -196,20 +214,25 @@ class Table:
 
     def failures(self) -> list[str]:
         """What went wrong, a line for each cell."""
-        cells = [one for several in self.every.values() for one in several if one.failed]
-        return [f"{one.cell.name} failed: {one.failed} (see {one.cell.file('log')})" for one in cells]
+        failed = [one for one in self._cells if one.failed]
+        return [f"{one.cell.name} failed: {one.failed} (see {one.cell.file('log')})" for one in failed]
 
     def cells(self) -> list[dict[str, Any]]:
         """What the lines are made of."""
-        found = [(one.cell, one) for several in self.every.values() for one in several]
         return [
-            {"recipe": cell.recipe, "seed": cell.seed, "failed": one.failed}
+            {"recipe": one.cell.recipe, "seed": one.cell.seed, "failed": one.failed}
             | {self.metric: one.value if one.rows else None, **one.numbers}
-            for cell, one in found
+            for one in self._cells
         ]
 
+    @property
+    def _unit(self) -> tuple[int, int]:
+        """What a value is told in, and its digits: shares in per cent, or points."""
+        return (100, 1) if self.metric == "accuracy" else (1, 3)
+
     def _text(self, value: float, sign: str = "") -> str:
-        return f"{100 * value:{sign}.1f}" if self.metric == "accuracy" else f"{value:{sign}.3f}"
+        unit, digits = self._unit
+        return f"{unit * value:{sign}.{digits}f}"
 
     def _means(self, values: Mapping[str, Sequence[float]]) -> list[str]:
         spread, unit = noise(values.values()), "%" if self.metric == "accuracy" else ""
@@ -225,8 +248,9 @@ class Table:
         return self._text(fmean(other) - fmean(first), "+") + around
 
     def _by_rows(self, name: str) -> str:
-        first, other = ([one.rows for one in self.done[n]] for n in (self.names[0], name))
+        unit, digits = self._unit
+        first, other = (
+            [{row: unit * v for row, v in one.rows.items()} for one in self.done[n]] for n in (self.names[0], name)
+        )
         gain = None if name == self.names[0] else paired(first, other)
-        if gain is None or gain.low is None or gain.high is None:
-            return "" if gain is None else self._text(gain.value, "+")
-        return f"{self._text(gain.value, '+')} ({self._text(gain.low, '+')} to {self._text(gain.high, '+')})"
+        return "" if gain is None else gain.text(f"+.{digits}f")

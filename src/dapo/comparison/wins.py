@@ -51,16 +51,17 @@ def count(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """``wins``, ``ties`` and ``losses``, and pairs that ``failed``; ``rate`` with ``low`` and ``high``: a tie is half a
     win, the seeds of a prompt are averaged, bootstrap over prompts. Of a judge ``first_place``: how often it preferred
     what it saw first, and ``swayed``: the share of pairs in which it preferred the same place in both orders."""
-    known = [(row, won, places) for row, won, places in verdicts if won is not None]
     rows: dict[str, list[float]] = {}
-    for row, won, _ in known:
-        rows.setdefault(row, []).append(won)
-    means = np.array([[fmean(won)] for won in rows.values()])
+    for row, won, _ in verdicts:
+        if won is not None:
+            rows.setdefault(row, []).append(won)
+    known = [won for several in rows.values() for won in several]
+    means = np.array([[fmean(several)] for several in rows.values()])
     rate = estimate_means(means, [True])[0] if rows else Estimate(float("nan"))
-    both = [places for _, _, places in known if places]
+    both = [places for _, _, places in verdicts if places]
     preferred = [grade > 0 for places in both for grade in places if grade]
     return {
-        **{name: sum(w == v for _, w, _ in known) for name, v in (("wins", 1.0), ("ties", 0.5), ("losses", 0.0))},
+        **{name: known.count(value) for name, value in (("wins", 1.0), ("ties", 0.5), ("losses", 0.0))},
         **{"failed": len(verdicts) - len(known), "rate": rate.value, "low": rate.low, "high": rate.high},
         "first_place": fmean(preferred) if preferred else None,
         "swayed": fmean(a * b > 0 for a, b in both) if both else None,
@@ -73,17 +74,18 @@ def judge(root: Path, reward: str, tell: Callable[[str], object]) -> None:
     Raises UserError: it cannot be read or reached, or there are no answers of two recipes."""
     config, comparison = load_reward(reward), Comparison.read(root)
     first, *others = comparison.recipes
-    pairs: dict[str, list[tuple[str, Answer, Answer]]] = {other: [] for other in others}
-    for other, seed in ((other, seed) for other in others for seed in comparison.seeds):
-        a, b = (answers_of(Cell(root, name, seed)) for name in (first, other))
-        pairs[other] += [(row, a[row], b[row]) for row in a if row in b]
+    found = {name: [answers_of(Cell(root, name, seed)) for seed in comparison.seeds] for name in comparison.recipes}
+    pairs = {
+        other: [(row, a[row], b[row]) for a, b in zip(found[first], found[other], strict=True) for row in a if row in b]
+        for other in others
+    }
     if not any(pairs.values()):
         raise UserError(f"{root}: there are no answers of {first} and another recipe with the same seed yet")
     tell(f"{config.kind} compares {sum(map(len, pairs.values())):,} pairs of answers")
     verdicts = run_async(lambda: _compare(config, pairs))
-    found = [{"by": config.kind, "first": first, "other": n, **count(of)} for n, of in verdicts.items() if of]
+    wins = [{"by": config.kind, "first": first, "other": n, **count(of)} for n, of in verdicts.items() if of]
     with writing(root / WINS):
-        write_json(root / WINS, found)
+        write_json(root / WINS, wins)
 
 
 def read_wins(root: Path) -> list[dict[str, Any]]:
@@ -94,36 +96,27 @@ def read_wins(root: Path) -> list[dict[str, Any]]:
 
 
 async def _compare(config: RewardConfig, pairs: Mapping[str, Sequence[Any]]) -> dict[str, list[Verdict]]:
-    scorer, found = make_scorer(config), {}
-    one = _in_both_orders if isinstance(config, JudgeReward) else _one_by_one
+    scorer, found, sees_both = make_scorer(config), {}, isinstance(config, JudgeReward)
     try:
         await scorer.start()
         for other, several in pairs.items():
-            found[other] = await asyncio.gather(*(one(scorer, *pair) for pair in several))
+            found[other] = await asyncio.gather(*(_verdict(scorer, sees_both, *pair) for pair in several))
     finally:
         await scorer.close()
     return found
 
 
-async def _in_both_orders(scorer: Scorer, row: str, first: Answer, other: Answer) -> Verdict:
-    """An answer wins if it is preferred in both places; a judge that prefers a place prefers neither answer."""
-    grades = await _scores(scorer, (_prompt(other, first), other), (_prompt(first, other), first))
-    if grades is None:
+async def _verdict(scorer: Scorer, sees_both: bool, row: str, first: Answer, other: Answer) -> Verdict:
+    """By a judge an answer wins if it is preferred in both places: one that prefers a place prefers neither answer."""
+    rewards = []
+    for answer, against in ((other, first), (first, other)):
+        meta = {"compared_with": against["response"]} if sees_both else {}
+        prompt = Prompt(int(answer["row"]), str(answer["prompt"]), (), answer.get("gold"), meta)
+        rewards.append(scorer.score(prompt, answer["response"]))
+    found = await asyncio.gather(*rewards)
+    if any(one.error is not None for one in found):
         return Verdict(row, None)
-    a, b = grades
-    return Verdict(row, 1.0 if a > 0 > b else 0.0 if a < 0 < b else 0.5, (a, b))
-
-
-async def _one_by_one(scorer: Scorer, row: str, first: Answer, other: Answer) -> Verdict:
-    scores = await _scores(scorer, (_prompt(other), other), (_prompt(first), first))
-    return Verdict(row, None if scores is None else 0.5 + 0.5 * ((scores[0] > scores[1]) - (scores[0] < scores[1])))
-
-
-async def _scores(scorer: Scorer, *asked: tuple[Prompt, Answer]) -> list[float] | None:
-    found = await asyncio.gather(*(scorer.score(prompt, answer["response"]) for prompt, answer in asked))
-    return None if any(one.error is not None for one in found) else [one.value for one in found]
-
-
-def _prompt(answer: Answer, compared_with: Answer | None = None) -> Prompt:
-    meta = {} if compared_with is None else {"compared_with": compared_with["response"]}
-    return Prompt(int(answer["row"]), str(answer["prompt"]), (), answer.get("gold"), meta)
+    a, b = (one.value for one in found)
+    if sees_both:
+        return Verdict(row, 1.0 if a > 0 > b else 0.0 if a < 0 < b else 0.5, (a, b))
+    return Verdict(row, 0.5 + 0.5 * ((a > b) - (a < b)))

@@ -31,8 +31,9 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError: with every problem found, each with file, line and key."""
     path = existing_recipe(recipe)
     tree, where = read_recipe(path, overrides)
-    if isinstance(stage := tree.get("stage"), str):
-        raise ConfigError(f"{path}: is the recipe of a stage; what would work: dapo {stage.replace('_', '-')} {path}")
+    if isinstance(stage := "phases" if "phases" in tree else tree.get("stage"), str):
+        command = f"dapo {stage.replace('_', '-')}"
+        raise ConfigError(f"{path}: is a recipe of {command}; what would work: {command} {path}")
     if tree.get("run") is None:
         tree["run"] = {}
     if isinstance(tree["run"], dict) and tree["run"].get("dir") is None:

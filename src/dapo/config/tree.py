@@ -250,11 +250,12 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
             "algorithm.objective: gspo has one ratio for a whole response, and ppo an advantage for each token; use "
             "objective=dapo or cispo, or algorithm.kind=group"
         )
-    if algorithm.filter_groups.enable and config.rollout.samples_per_prompt < 2:
-        yield (
-            "algorithm.filter_groups.enable: one sample is never right and wrong, so no group would be kept; use "
-            "enable=false or rollout.samples_per_prompt=2"
-        )
+    mixed = {"algorithm.filter_groups.enable": (algorithm.filter_groups.enable, False)}
+    mixed |= {"data.sampling": (config.data.sampling, "uniform")}
+    for key, (given, works) in mixed.items() if config.rollout.samples_per_prompt < 2 else ():
+        if given != works:
+            told = "one sample is never right and wrong, which it looks for"
+            yield f"{key}: {told}; use {str(works).lower()} or rollout.samples_per_prompt=2"
     if config.rollout.max_staleness:
         yield (
             f"rollout.max_staleness: is {config.rollout.max_staleness}, but values of a critic are of samples of the "

@@ -55,7 +55,8 @@ class Beside:
                 continue
             self._made += 1
             number = self._first + self._made - 1
-            return Prompt(number, row.text, ids, row.answer, {**row.meta, "source": side.kind}, self._template.end(ids))
+            meta, end = {**row.meta, "source": side.kind}, self._template.end(ids)
+            return Prompt(number, row.text, ids, row.answer, meta, end, row.messages)
         return None
 
     def heard(self, groups: Sequence[Group]) -> None:

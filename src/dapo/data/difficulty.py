@@ -95,7 +95,9 @@ class DifficultyStream(Stream):
         mean, strength = _prior(counts)
         self._mixed = chance_mixed(counts[0] + strength * mean, counts[1] + strength * (1 - mean), self._group)
         wanted = self._mixed**_SHARPNESS
-        weights = self._floor / len(self.rows) + (1 - self._floor) * wanted / wanted.sum()
+        weights = self._floor / len(self.rows) + (1 - self._floor) * wanted / max(
+            wanted.sum(), 1e-300
+        )  # all may be known to be solved always
         weights[list(self._out)] = 0
         self._reached = np.cumsum(weights)
 

@@ -11,6 +11,7 @@ The position is a place in the file, so each line is used once, by resumed runs 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -19,9 +20,12 @@ from typing import Any
 
 from dapo.config.data import LiveConfig
 from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys, Row, check_row
+from dapo.errors import DataError
 
 _MOST = 10_000
 """Prompts that may wait, and that feedback may be for; the oldest ones are dropped."""
+_FEEDBACK = 100
+"""What may be said of one prompt."""
 
 
 class LiveRows:
@@ -38,7 +42,7 @@ class LiveRows:
         self.share = config.share
         self._file, self._expire_s = Path(config.path or ""), config.expire_s
         self._needs_answer, self._warn, self._now = answer_required, warn, now
-        self._offset = self._line = 0
+        self._offset = self._line = self._inode = 0
         self._known: dict[str, dict[str, Any]] = {}
         """Prompts that feedback may come for, by id, the oldest first."""
         self._ready: deque[dict[str, Any]] = deque()
@@ -70,13 +74,19 @@ class LiveRows:
             self._warn(f"data.live: {self._file}: {fault}: it is skipped")
 
     def _read(self) -> None:
-        """Take in the lines that are whole. A file that was cut is read from its beginning."""
-        if not self._file.exists() or (size := self._file.stat().st_size) == self._offset:
+        """Take in the lines that are whole. A file that was cut or replaced is read from its beginning."""
+        try:
+            file = self._file.open("rb")
+        except FileNotFoundError:
             return
-        if size < self._offset:
-            self._warn(f"data.live: {self._file} was {self._offset:,} bytes and has {size:,} now: it is read anew")
-            self._offset = self._line = 0
-        with self._file.open("rb") as file:
+        except OSError as error:
+            raise DataError(f"data.live: {self._file}: {error.strerror}") from None
+        with file:
+            now = os.fstat(file.fileno())
+            if now.st_size < self._offset or self._inode not in (0, now.st_ino):
+                self._warn(f"data.live: {self._file} is another file now, or was cut: it is read anew")
+                self._offset = self._line = 0
+            self._inode = now.st_ino
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -84,14 +94,15 @@ class LiveRows:
                 self._offset, self._line = self._offset + len(line), self._line + 1
                 try:
                     self._hear(json.loads(line))
-                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                     self.refuse(f"line {self._line}: {type(error).__name__}: {error}")
         while len(self._ready) > _MOST:
             self._ready.popleft()
             self._counts["expired"] += 1
 
     def _hear(self, entry: dict[str, Any]) -> None:
-        name, at = str(entry["id"]), float(entry.get("time") or self._now())
+        name, now = str(entry["id"]), self._now()
+        at = min(now, float(entry.get("time") or now))  # a clock that is ahead, or NaN, makes nothing last for ever
         if "feedback" in entry:
             self._hear_feedback(self._known.get(name), entry["feedback"], at)
             return
@@ -113,6 +124,8 @@ class LiveRows:
             return
         if said in entry["heard"]:  # it was sent twice
             return
+        if len(entry["heard"]) == _FEEDBACK:
+            raise ValueError(f"there were {_FEEDBACK} times feedback on {entry['id']} before")
         entry["heard"].append(said)
         liked = entry.get("response") if said.get("thumbs") == 1 else None
         answer = next((text for text in (said.get("edit"), said.get("outcome"), liked) if text is not None), None)

@@ -20,7 +20,7 @@ from typing import Any
 from dapo.config.data import ProposerConfig
 from dapo.data.clean import number_of
 from dapo.data.overlap import exact_key, find_overlap
-from dapo.data.rows import Row
+from dapo.data.rows import BadRow, Keys, Row, check_row
 from dapo.errors import ConfigError, extra
 from dapo.records import Group
 from dapo.util.files import json_line
@@ -107,7 +107,7 @@ class Proposer:
         """In a thread that the end of the process does not wait for."""
         try:
             request.set_result(self._propose())
-        except Exception as error:
+        except BaseException as error:  # such as that the user's program wants to exit
             request.set_exception(error)
 
     def _propose(self) -> Proposals:
@@ -118,9 +118,9 @@ class Proposer:
         found, taken = Proposals(), set[int]()
         for line in [line for line in reply.splitlines() if line.strip().startswith("{")][:8]:
             try:
-                said = json.loads(line)
-                one = {"prompt": str(said["prompt"]), "answer": str(said["answer"])}
-            except (ValueError, KeyError, TypeError):
+                row = check_row(json.loads(line), Keys(), "")
+                one = {"prompt": row.text, "answer": row.answer or ""}
+            except (ValueError, RecursionError, BadRow):
                 found.append(("bad", {}))
                 continue
             key = exact_key(one["prompt"])

@@ -276,6 +276,16 @@ class PromptTemplate:
         except Exception as error:  # templates raise their own kinds
             raise DataError(f"the tokenizer's chat template refuses the conversation: {error}") from None
 
+    def without_special(self, text: str) -> str:
+        """Text that others have written, such as web pages: names of special tokens in it are broken by a space."""
+        return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._special else text
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        names = [str(token.content) for i, token in added.items() if token.special or int(i) in self.control]
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+
     def continuing_ids(self, text: str) -> list[int]:
         """Token ids of a text with the control tokens in it, to which nothing is added."""
         return self._checked(list(self._tokenizer(text, add_special_tokens=False)["input_ids"]))

@@ -107,17 +107,18 @@ def _listed(text: str) -> list[Call]:
 
 
 def _xml(text: str) -> Call:
-    named = re.search(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", text, re.DOTALL)
+    named = re.search(r"<function=([^<>\s]+)>(.*?)(?:</function>|$)", text, re.DOTALL)
     if named is None:
         raise ValueError("there is no <function=NAME>")
-    given = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", named[2], re.DOTALL)
+    whole = "".join(named[2].rpartition("</parameter>")[:2])  # each search of it finds an end: no quadratic time
+    given = re.findall(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>", whole, re.DOTALL)
     return Call(named[1], {name: _value(value) for name, value in given})
 
 
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -139,7 +140,7 @@ def calls_in(text: str, template: str) -> tuple[str, list[Call]]:
     for place in found:
         try:
             made = read(place[1])
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise Malformed(f"the call cannot be read: {error}") from None
         calls += made if isinstance(made, list) else [made]
     return (text[: found[0].start()] if found else text), calls

@@ -55,7 +55,8 @@ class Endpoint:
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
         self._episodes: dict[str, Episode] = {}
-        self._raw: dict[str, str] = {}
+        self._raw: dict[str, tuple[Episode, str]] = {}
+        """Answers with calls, by the id of the first: whose they are, and the text that the model wrote."""
         route = Route("/{key}/v1/chat/completions", self._answer, methods=["POST"])
         quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
         self._server = _Server(uvicorn.Config(Starlette(routes=[route]), ws="none", lifespan="off", **quiet))
@@ -79,6 +80,7 @@ class Endpoint:
             yield f"{self._url}/{key}/v1"
         finally:
             del self._episodes[key]
+            self._raw = {name: raw for name, raw in self._raw.items() if raw[0] is not episode}
 
     async def _answer(self, request: Request) -> Response:
         episode = self._episodes.get(request.path_params["key"])
@@ -88,7 +90,9 @@ class Endpoint:
             body = await _body(request)
             messages = [self._as_it_was(message) for message in _checked(body, self._temperature)]
             most = body.get("max_completion_tokens") or body.get("max_tokens")
-            tools = body.get("tools") or [] if body.get("tool_choice") != "none" else []
+            if most is not None and (type(most) is not int or most < 1):
+                raise _Refused(f"max_tokens: must be a whole number from 1 on; it is {most!r}")
+            tools = _listed("tools", body.get("tools")) if body.get("tool_choice") != "none" else []
             answer = await unless_gone(request, episode.complete(messages, tools, most))
         except Over as error:
             return _error(410, f"this episode is over: {error}")
@@ -96,9 +100,9 @@ class Endpoint:
             return _error(400, str(error))
         except Exception as error:  # of the engine: the episode has it, and ends the run
             return _error(503, f"the model could not answer: {type(error).__name__}")
-        return _reply(self._message(answer), answer, str(body.get("model", "")), bool(body.get("stream")))
+        return _reply(self._message(episode, answer), answer, str(body.get("model", "")), bool(body.get("stream")))
 
-    def _message(self, answer: Answer) -> dict[str, Any]:
+    def _message(self, episode: Episode, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message["tool_calls"] = [
@@ -109,24 +113,26 @@ class Endpoint:
                 }
                 for call in answer.calls
             ]
-            self._raw[message["tool_calls"][0]["id"]] = answer.raw
+            self._raw[message["tool_calls"][0]["id"]] = episode, answer.raw
         return message
 
     def _as_it_was(self, message: dict[str, Any]) -> Message:
         """An answer with calls gets the text back that the model has written."""
         calls = message.get("tool_calls")
-        if calls and (raw := self._raw.get(calls[0].get("id"))) is not None:
-            return {"role": "assistant", "content": raw}
+        if calls and (found := self._raw.get(calls[0]["id"])) is not None:
+            return {"role": "assistant", "content": found[1]}
         return message
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    content = await request.body()
-    if len(content) > _LARGEST:
-        raise _Refused(f"the request has {len(content):,} bytes; {_LARGEST:,} at most")
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > _LARGEST:
+            raise _Refused(f"the request has more than {_LARGEST:,} bytes")
     try:
         body = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
         raise _Refused("the body must be a JSON object")
@@ -140,10 +146,16 @@ def _checked(body: dict[str, Any], temperature: float) -> list[dict[str, Any]]:
         if value is None or name in _TAKEN or value in as_it_is.get(name, ()):
             continue
         raise _Refused(f"{name}: sampling is that of the run (temperature {temperature:g}, nothing cut); leave it out")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+    messages = _listed("messages", body.get("messages"))
+    if not messages:
         raise _Refused("messages: must be a list of messages")
     return [_plain(place, dict(one)) for place, one in enumerate(messages)]
+
+
+def _listed(where: str, value: Any) -> list[dict[str, Any]]:
+    if value is not None and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        raise _Refused(f"{where}: must be a list of objects")
+    return value or []
 
 
 def _plain(place: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -154,8 +166,10 @@ def _plain(place: int, message: dict[str, Any]) -> dict[str, Any]:
         if not all(isinstance(part, str) for part in parts):
             raise _Refused(f"messages[{place}].content: only text is served")
         content = "".join(map(str, parts))
-    if "role" not in message or not isinstance(content, str | None):
+    if not isinstance(message.get("role"), str) or not isinstance(content, str | None):
         raise _Refused(f"messages[{place}]: must have a role, and text as content")
+    if not all(isinstance(one.get("id"), str) for one in _listed("tool_calls", message.get("tool_calls"))):
+        raise _Refused(f"messages[{place}].tool_calls: each must have an id")
     return {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
 
 

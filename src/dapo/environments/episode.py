@@ -22,7 +22,7 @@ Ask = Callable[[tuple[int, ...], int, int], Awaitable[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a sequence in tokens: ``context`` with its prompt, ``response`` without."""
+    """In tokens: ``context`` of a sequence with its prompt, ``response`` of all sequences together without theirs."""
 
     context: int
     response: int
@@ -95,10 +95,13 @@ class Episode:
                 self.end("max_turns")
             if self.ended:
                 raise Over(self.ended)
+            messages = [self._harmless(message) for message in messages]
             if not knows_tools(self._template.source) and self._template.source:
                 messages, tools = told_otherwise(messages, tools), ()
-            opening = self.trace.open(self._template.conversation(messages, tools))
-            room = min(self._limits.context - len(opening.context), self._limits.response - opening.behind_prompt)
+            text = self._template.conversation(messages, tools)
+            opening = self.trace.open(text.encode(errors="replace").decode())  # lone surrogates, from JSON, are "?"
+            left = self._limits.response - self.trace.tokens - len(opening.tail)
+            room = min(self._limits.context - len(opening.context), left)
             if room < 1:
                 raise Over(self.end("max_tokens"))
             sample = await self._sampled(opening, min(room, *filter(None, (self._config.max_turn_tokens, most, room))))
@@ -107,6 +110,13 @@ class Episode:
             if sample.truncated and sample.length == room:
                 self.end("max_tokens")
             return self.last
+
+    def _harmless(self, message: Message) -> Message:
+        """What a tool or a user has said ends no turn and begins none."""
+        content = message.get("content")
+        if message["role"] in ("assistant", "system", "developer") or not isinstance(content, str):
+            return message
+        return {**message, "content": self._template.without_special(content)}
 
     async def _sampled(self, opening: Opening, most: int) -> Sample:
         left = self._pause()

@@ -60,11 +60,6 @@ class Opening:
     def context(self) -> tuple[int, ...]:
         return (*self.sequence.context, *self.tail)
 
-    @property
-    def behind_prompt(self) -> int:
-        """Tokens of the sequence without its prompt."""
-        return len(self.sequence.ids) + len(self.tail)
-
 
 class Trace:
     """The sequences of one episode."""
@@ -110,6 +105,11 @@ class Trace:
         if self._last is not None:
             last = self._last.turns.pop()
             self._last.turns.append(replace(last, reward=last.reward + value))
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences, behind their prompts."""
+        return sum(len(one.ids) for one in self.sequences)
 
     @property
     def rewards(self) -> float:

@@ -13,8 +13,8 @@ from typing import Any
 
 from dapo.environments import Reply
 from dapo.environments.calls import RESERVED
-from dapo.errors import UserError
-from dapo.reward.convert import reward_to_json, to_reward
+from dapo.errors import RewardError, UserError
+from dapo.reward.convert import LARGEST, reward_to_json, to_reward
 from dapo.util.user_code import describe, load_named
 
 BUILT_IN = {"python": "dapo.environments.python:PythonTool"}
@@ -56,17 +56,20 @@ class _Environment:
         def begun() -> dict[str, Any]:
             self._here = self._kind()
             said = _given(self._here.reset, row) if hasattr(self._here, "reset") else None
-            return {"begun": list(said) if isinstance(said, list | tuple) else said and self._cut(str(said))}
+            if not isinstance(said, list | tuple):
+                return {"begun": said and self._cut(str(said))}
+            if not said or not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said):
+                raise RewardError('environment: reset must return text or messages, {"role": ..., "content": ...}')
+            return {"begun": list(said)}
 
         return _tried("reset", begun)
 
     def _call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """A tool that does not exist, or that raises, is told to the model, who may do better."""
-        tool = None if name.startswith("_") or name in RESERVED else getattr(self._here, name, None)
-        if not callable(tool):
+        if name.startswith("_") or name in RESERVED or not callable(getattr(self._kind, name, None)):
             return {"text": f"Error: there is no tool {name!r}"[: self._most], "reward": 0.0, "done": False}
         try:
-            return self._reply(tool(**arguments))
+            return self._reply(getattr(self._here, name)(**arguments))
         except UserError:  # such as that there is no sandbox
             raise
         except Exception as error:
@@ -90,7 +93,13 @@ class _Environment:
 
     def _reply(self, found: Any) -> dict[str, Any]:
         reply = found if isinstance(found, Reply) else Reply(str(found))
-        return {"text": self._cut(str(reply.text)), "reward": float(reply.reward), "done": bool(reply.done)}
+        try:
+            value = float(reply.reward)
+        except (TypeError, ValueError):
+            value = float("nan")
+        if not abs(value) <= LARGEST:
+            raise RewardError(f"environment: the reward of a Reply must be a finite number; it is {reply.reward!r}")
+        return {"text": self._cut(str(reply.text)), "reward": value, "done": bool(reply.done)}
 
     def _cut(self, text: str) -> str:
         if len(text) <= self._most:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import variance
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,12 @@ class Estimate:
     value: float
     low: float | None = None
     high: float | None = None
+
+    def text(self, form: str) -> str:
+        """``0.95 (0.92 to 0.97)``; without an interval the value alone."""
+        if self.low is None or self.high is None:
+            return format(self.value, form)
+        return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +147,10 @@ def estimate_means(values: Values, shares: Sequence[bool], seed: int = 0, resamp
     is too narrow where few prompts are partly right, too: shares have the outer bounds of both.
     ``values``: ``[P, M]``, a row for each prompt, at least one. ``shares``: of each column, whether it holds shares.
     """
-    prompts, columns = values.shape
-    means = values.mean(axis=0)
+    prompts, means = len(values), values.mean(axis=0)
     if prompts < 2:
         return [Estimate(float(mean)) for mean in means]
-    rng = np.random.default_rng(seed)
-    drawn = np.empty((resamples, columns))
-    step = max(1, _CHUNK // prompts)
-    for start in range(0, resamples, step):
-        rows = min(step, resamples - start)
-        picks = rng.integers(0, prompts, (rows, prompts)) + np.arange(rows)[:, None] * prompts
-        times = np.bincount(picks.ravel(), minlength=rows * prompts).reshape(rows, prompts)
-        drawn[start : start + rows] = times @ values / prompts
+    drawn = _resampled_sums(values, seed, resamples) / prompts
     found = []
     for column, mean, resampled, share in zip(values.T, means, drawn.T, shares, strict=True):
         same = column.min() == column.max()
@@ -170,6 +169,29 @@ def estimate_means(values: Values, shares: Sequence[bool], seed: int = 0, resamp
                 bounds += [wilson.low, wilson.high]
             found.append(Estimate(float(mean), float(min(bounds)), float(max(bounds))))
     return found
+
+
+def _resampled_sums(values: Values, seed: int, resamples: int = RESAMPLES) -> Values:
+    """Sums over as many prompts, drawn with replacement: ``[P, M]`` to ``[resamples, M]``."""
+    prompts, columns = values.shape
+    rng, drawn = np.random.default_rng(seed), np.empty((resamples, columns))
+    step = max(1, _CHUNK // prompts)
+    for start in range(0, resamples, step):
+        rows = min(step, resamples - start)
+        picks = rng.integers(0, prompts, (rows, prompts)) + np.arange(rows)[:, None] * prompts
+        drawn[start : start + rows] = np.bincount(picks.ravel(), minlength=rows * prompts).reshape(rows, -1) @ values
+    return drawn
+
+
+def estimate_ratio(above: Values, below: Values, seed: int = 0) -> Estimate:
+    """Of the sums of two values of each prompt, ``[P]`` each, with its 95% interval by bootstrap over prompts. Draws in
+    which the sum of ``below`` is not above 0 are left out; not a number: it is not above 0 in the first place."""
+    over, under = float(above.sum()), float(below.sum())
+    if under <= 0:
+        return Estimate(math.nan)
+    drawn = _resampled_sums(np.stack([above, below], axis=1), seed)
+    low, high = np.quantile(np.divide(*drawn[drawn[:, 1] > 0].T), [0.025, 0.975])
+    return Estimate(over / under, float(low), float(high))
 
 
 def estimate_share(successes: float, trials: float) -> Estimate:
@@ -192,3 +214,25 @@ def calibration_error(margins: Values, bins: int = 10) -> float:
     place = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
     gaps = [abs(float(np.sum((confidence - right)[place == k]))) for k in range(bins)]
     return sum(gaps) / len(margins)
+
+
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t for 95%, by degrees of freedom from 1; for more of them the last one, which is a little wide."""
+
+Noise = tuple[float, int]
+
+
+def noise(groups: Iterable[Sequence[float]]) -> Noise | None:
+    """The standard deviation between seeds, pooled over recipes, and its degrees of freedom: with two seeds, a recipe's
+    own spread says nothing. None: no recipe has two seeds."""
+    known = [group for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in known)
+    if not freedom:
+        return None
+    return math.sqrt(sum((len(group) - 1) * variance(group) for group in known) / freedom), freedom
+
+
+def half(found: Noise, *counts: int) -> float:
+    """Half of the 95% interval of the mean of so many seeds, or of the difference of two such means."""
+    deviation, freedom = found
+    return T_95[min(freedom, len(T_95)) - 1] * deviation * math.sqrt(sum(1 / count for count in counts))

@@ -76,7 +76,7 @@ critic/loss                | loss         | PPO: mean value loss over loss token
 critic/clipped             | share        | PPO: loss tokens whose value has moved further than critic.clip in the step
 critic/values              | reward       | PPO: mean value of the states of loss tokens
 critic/returns             | reward       | PPO: mean return that they are to predict, with a KL in the reward
-critic/explained_variance  | share        | PPO: of the returns, by the values before the updates; at most 1
+critic/explained_variance  | ratio        | PPO: of the returns, by the values before the updates; at most 1
 critic/grad_norm           | norm         | PPO: mean gradient norm of the critic's updates, before clipping
 advantage/mean             | advantage    | PPO: mean over loss tokens, after whitening if asked for (then 0)
 advantage/std              | advantage    | PPO: standard deviation of the same (whitened: 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dapo.config import load_yaml
+from dapo.config import build_config, load_yaml
+from dapo.config.stages import build_stage
 from dapo.errors import UserError
+from dapo.observe.alarms import Alarms
 from dapo.observe.changes import Change, changes_in
 from dapo.observe.checkpoints import Checkpoints, damages
 from dapo.observe.metrics import LENIENT, read_metrics
@@ -130,6 +132,18 @@ class RunView:
 
         now = fingerprint_methods(config)
         return [str(found) for found in differences({name: self.fingerprint.get(name) for name in now}, now)]
+
+    def alarms(self) -> Iterator[tuple[int, Mapping[str, str], list[str]]]:
+        """Of each step, of a run or a stage, what the alarms found by their names, and what they said: they see nothing
+        but metrics and recipe, so it is what they say now. Raises UserError: the recipe is of another version."""
+        tree = dict(self.config)
+        config: Any = build_stage(tree["stage"], tree) if "stage" in tree else build_config(tree)
+        alarms = Alarms(config, self.changes)
+        for entry in self.metrics:
+            if entry["step"]:
+                said = alarms.observe(entry["step"], entry)[1]
+                alarms.settle()
+                yield entry["step"], alarms.found, said
 
     @property
     def steps_planned(self) -> int | None:

@@ -135,7 +135,7 @@ class BatchBuilder:
         tokens = sum(count for _, count in pairs)
         kl = sum(total for total, _ in pairs) / tokens if tokens else math.nan
         if math.isfinite(kl):
-            self.kl.update(kl, batch.num_samples)
+            self.kl.update(kl, len(np.unique(batch.sample_numbers)))
 
     def state(self) -> dict[str, float]:
         """What a checkpoint has to keep."""

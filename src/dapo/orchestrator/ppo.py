@@ -49,9 +49,9 @@ def ppo_columns(
     return found, {"advantages": advantages.float().numpy(), "returns": returns.float().numpy()}
 
 
-def critic_metrics(batch: TokenBatch | None) -> dict[str, float | None]:
+def critic_metrics(batch: TokenBatch) -> dict[str, float | None]:
     """Of the loss tokens of a step: what the critic knew before its updates, and the advantages as trained on."""
-    if batch is None or "returns" not in batch.columns or not batch.mask.any():
+    if not batch.mask.any():
         return {}
     kept = {name: torch.from_numpy(values[batch.mask]) for name, values in batch.columns.items()}
     advantages = kept["advantages"].double()

@@ -128,7 +128,7 @@ def _trained(groups: Sequence[Group], config: Config) -> dict[str, float]:
     return {
         "reward/shaped_mean": fmean(s.shaped_reward for s in kept),
         "reward/overlong": fmean(_punished(s, config) for s in kept),
-        "advantage/mean_abs": _token_mean((abs(s.advantage), s.length) for s in kept if s.in_loss),
+        "advantage/mean_abs": _token_mean((abs(s.advantage), s.loss_tokens) for s in kept),
     }
 
 

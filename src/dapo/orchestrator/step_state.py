@@ -16,7 +16,6 @@ import numpy as np
 
 from dapo.config import Config
 from dapo.observe.samples import Key, write_samples
-from dapo.orchestrator.ppo import critic_metrics
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.step_metrics import step_metrics, step_warnings
 from dapo.records import Group, Reward, TokenBatch
@@ -48,6 +47,10 @@ class StepState:
         ``mismatch``: over the whole batch; None: what the updates measured."""
         mismatch = mismatch or sum((r.mismatch for r in self.reports), Mismatch())
         found = step_metrics(self.rollout, self.groups, self.reports, mismatch, self.seconds, config)
+        if self.batch is None or "returns" not in self.batch.columns:
+            return found
+        from dapo.orchestrator.ppo import critic_metrics  # needs torch, which the loop is without
+
         return found | critic_metrics(self.batch)
 
     def warnings(self) -> Iterator[str]:

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo.errors import ConfigError, DataError
-from dapo.evaluation.statistics import RESAMPLES, Estimate, estimate_share
+from dapo.evaluation.statistics import Estimate, estimate_ratio, estimate_share
 from dapo.ranking.rows import EVERY, Candidates
 from dapo.ranking.score import Scored
 from dapo.util.files import read_json, write_json
+from dapo.util.terminal import warn
 
 Goal = Literal["precision", "recall"]
 FEWEST = 20
@@ -81,15 +82,10 @@ def labelled_of(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) 
                 "with its label"
             )
         group = prompts.setdefault(row.prompt_text or f"{len(prompts)} has none", len(prompts))
-        each = [(one.score, label == 1, group) for one, label in zip(several, row.labels, strict=True)]
-        found.setdefault(row.model, []).extend((s, right, group) for s, right, group in each if s is not None)
-    return {name: Labelled(*map(np.array, zip(*each, strict=True))) for name, each in found.items() if each}
-
-
-def halves(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
-    """Two parts that share no prompt."""
-    groups = np.random.default_rng(seed).permutation(np.unique(data.groups))
-    return data.of(groups[::2]), data.of(groups[1::2])
+        for one, label in zip(several, row.labels, strict=True):
+            if one.score is not None:
+                found.setdefault(row.model, []).append((one.score, label == 1, group))
+    return {name: Labelled(*map(np.array, zip(*each, strict=True))) for name, each in found.items()}
 
 
 def calibrate(data: Labelled, goal: Goal, wanted: float, check: Labelled | None = None, seed: int = 0) -> Calibration:
@@ -98,7 +94,10 @@ def calibrate(data: Labelled, goal: Goal, wanted: float, check: Labelled | None 
     ``check``: rows to measure it on; None: half of the prompts of ``data``, which it is then not chosen on.
     Raises DataError: no threshold reaches that, or there are too few labels; says what was reached.
     """
-    chosen_on, check = (data, check) if check is not None else halves(data, seed)
+    chosen_on = data
+    if check is None:
+        groups = np.random.default_rng(seed).permutation(np.unique(data.groups))
+        chosen_on, check = data.of(groups[::2]), data.of(groups[1::2])
     threshold = _threshold(chosen_on, goal, wanted)
     return Calibration(threshold, goal, wanted, measure(chosen_on, threshold, seed), measure(check, threshold, seed))
 
@@ -139,26 +138,13 @@ def measure(data: Labelled, threshold: float, seed: int = 0) -> Measured:
         raise DataError("no response of the rows to check the threshold on is right")
     kept = data.scores > threshold
     _, place = np.unique(data.groups, return_inverse=True)
-    sums = np.stack([np.bincount(place, x) for x in (kept & data.right, kept, data.right)])  # [3, prompts]
-    rng = np.random.default_rng(seed)
-    drawn = np.stack([sums[:, rng.integers(0, sums.shape[1], sums.shape[1])].sum(axis=1) for _ in range(RESAMPLES)])
-    hits, count, right = sums.sum(axis=1)
-    return Measured(
-        _ratio(hits, count, drawn[:, 0], drawn[:, 1]),
-        _ratio(hits, right, drawn[:, 0], drawn[:, 2]),
-        int(count),
-        len(kept),
-    )
+    hits, count, right = (np.bincount(place, x) for x in (kept & data.right, kept, data.right))  # by prompt
+    return Measured(_share(hits, count, seed), _share(hits, right, seed), int(count.sum()), len(kept))
 
 
-def _ratio(hits: float, of: float, drawn: Any, drawn_of: Any) -> Estimate:
-    if not of:
-        return Estimate(float("nan"))
-    if hits in (0, of):
-        return estimate_share(hits, of)
-    there = drawn_of > 0
-    low, high = np.quantile(drawn[there] / drawn_of[there], [0.025, 0.975])
-    return Estimate(hits / of, float(low), float(high))
+def _share(hits: Any, of: Any, seed: int) -> Estimate:
+    found, every = float(hits.sum()), float(of.sum())
+    return estimate_share(found, every) if every and found in (0, every) else estimate_ratio(hits, of, seed)
 
 
 # --- on disk: one file, by the language model that writes ------------------------------------------------------------
@@ -177,10 +163,14 @@ def write_calibrations(file: Path, ranker: str, found: Mapping[str, Calibration]
     write_json(file, {"ranker": ranker, "models": {**before, **told}})
 
 
-def read_thresholds(file: Path) -> dict[str, float]:
-    """By language model. Raises ConfigError: the file is missing, or none that ``dapo filter`` wrote."""
+def read_thresholds(file: Path, ranker: object) -> dict[str, float]:
+    """By language model; warns where they were chosen for another ``ranker``, by its name.
+    Raises ConfigError: the file is missing, or none that ``dapo filter`` wrote."""
     try:
-        return {str(name): float(one["threshold"]) for name, one in read_json(file)["models"].items()}
+        held = read_json(file)
+        if held["ranker"] != str(ranker):
+            warn(f"{file}: its thresholds are of the ranker {held['ranker']}, and {ranker} scores here")
+        return {str(name): float(one["threshold"]) for name, one in held["models"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{file}: holds no thresholds ({type(error).__name__}); dapo filter RANKER --labelled ROWS --precision P "
@@ -188,22 +178,19 @@ def read_thresholds(file: Path) -> dict[str, float]:
         ) from None
 
 
-def threshold_of(thresholds: Mapping[str, float], model: str) -> float:
-    """Raises ConfigError: there is none for responses of this language model."""
-    found = thresholds.get(model, thresholds.get(EVERY))
-    if found is None:
-        known = ", ".join(thresholds)
-        who = "rows that do not say who wrote them (model)" if model == EVERY else f"responses of {model}"
-        raise ConfigError(f"there is no threshold for {who}, only for {known}; calibrate on labelled ones of it, too")
-    return found
-
-
 def passing(
     rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], thresholds: Mapping[str, float]
 ) -> list[list[Scored]]:
-    """What is kept of each row, in the order given; of none, none."""
+    """What is kept of each row, in the order given; of none, none.
+    Raises ConfigError: there is no threshold for responses of a row's language model."""
     found = []
     for row, several in zip(rows, scored, strict=True):
-        threshold = threshold_of(thresholds, row.model)
-        found.append([one for one in several if one.score is not None and one.score > threshold])
+        least = thresholds.get(row.model, thresholds.get(EVERY))
+        if least is None:
+            who = "rows that do not say who wrote them (model)" if row.model == EVERY else f"responses of {row.model}"
+            known = ", ".join(thresholds)
+            raise ConfigError(
+                f"there is no threshold for {who}, only for {known}; calibrate on labelled ones of it, too"
+            )
+        found.append([one for one in several if one.score is not None and one.score > least])
     return found

@@ -45,10 +45,8 @@ def compare(reference: Sequence[float], new: Sequence[float], seed: int = 0) -> 
         raise DataError(f"{len(reference)} reference rows and {len(new)} new ones: at least two of each are needed")
     old, fresh = np.asarray(reference, np.float64), np.asarray(new, np.float64)
     shares = bool(np.isin(np.concatenate([old, fresh]), (0.0, 0.5, 1.0)).all())
-    told = [estimate_means(one[:, None], [shares], seed)[0] for one in (old, fresh)]
-    return Drift(
-        told[0], told[1], float(old.mean() - fresh.mean()), chance_of_fall(old, fresh, seed), (len(old), len(fresh))
-    )
+    before, now = (estimate_means(one[:, None], [shares], seed)[0] for one in (old, fresh))
+    return Drift(before, now, before.value - now.value, chance_of_fall(old, fresh, seed), (len(old), len(fresh)))
 
 
 def chance_of_fall(old: Values, new: Values, seed: int) -> float:
@@ -56,7 +54,7 @@ def chance_of_fall(old: Values, new: Values, seed: int) -> float:
     every, size = np.concatenate([old, new]), len(new)
     if np.isin(every, (0.0, 1.0)).all():  # exactly: how many right ones are among them is hypergeometric
         right, most = int(every.sum()), int(new.sum())
-        ways = [math.comb(right, k) * math.comb(len(every) - right, size - k) for k in range(max(0, most) + 1)]
+        ways = [math.comb(right, k) * math.comb(len(every) - right, size - k) for k in range(most + 1)]
         return float(sum(ways) / math.comb(len(every), size))
     rng, lower = np.random.default_rng(seed), 0
     bound = float(new.sum()) + 1e-9 * max(1.0, float(np.abs(every).sum()))  # rounding makes no difference
@@ -72,14 +70,13 @@ def since(rows: Sequence[Mapping[str, Any]], date: str) -> list[bool]:
         start = _seconds(date)
     except ValueError:
         raise ConfigError(f"--since {date}: neither a file nor a date such as 2026-11-30") from None
-    found = []
-    for number, row in enumerate(rows, start=1):
-        try:
+    found = list[bool]()
+    try:
+        for row in rows:
             found.append(_seconds(row["time"]) >= start)
-        except (KeyError, ValueError):
-            raise DataError(
-                f"row {number}: has no time (Unix seconds, or a date), so --since cannot place it"
-            ) from None
+    except (KeyError, ValueError):
+        number = len(found) + 1
+        raise DataError(f"row {number}: has no time (Unix seconds, or a date), so --since cannot place it") from None
     return found
 
 

@@ -14,28 +14,26 @@ from dapo.data.rows import BadRow
 from dapo.errors import ConfigError
 from dapo.ranking.calibrate import passing, read_thresholds
 from dapo.ranking.rows import EVERY, Candidates, candidates
-from dapo.ranking.score import Ranker, best_first, load_ranker
-from dapo.ranking.table import told
+from dapo.ranking.score import best_first, load_ranker, score
+from dapo.reward.contract import Scorer
 
 PATHS = ("/v1/rank", "/v1/filter")
 
 
-class Rankers(dict[str, Ranker]):
+class Rankers(dict[str, Scorer]):
     """By the names that requests give. ``thresholds``: of each, by the language model that wrote."""
 
-    def __init__(self, found: Mapping[str, Ranker], thresholds: Mapping[str, Mapping[str, float]] | None = None):
+    def __init__(self, found: Mapping[str, Scorer], thresholds: Mapping[str, Mapping[str, float]] | None = None):
         super().__init__(found)
         self.thresholds = thresholds or {}
 
-    def named(self, name: str | None) -> tuple[str, Ranker]:
+    def named(self, name: str | None) -> tuple[str, Scorer]:
         """The only one, if no name is given. Raises KeyError: there is none of this name; says what there is."""
         if name is None and len(self) == 1:
             name = next(iter(self))
-        if name not in self or name is None:
+        if name is None or name not in self:
             known = ", ".join(self) or "none; start the server with --ranker NAME=MODEL"
-            raise KeyError(
-                f"ranker: {'say which one' if name is None else repr(name) + ' is not served'}; there is {known}"
-            )
+            raise KeyError(f"ranker: {f'{name!r} is not served' if name else 'say which one'}; there is {known}")
         return name, self[name]
 
 
@@ -53,14 +51,14 @@ def load_rankers(named: Mapping[str, str], calibrations: Mapping[str, str]) -> R
     if unknown := calibrations.keys() - named.keys():
         raise ConfigError(f"--calibration {min(unknown)}=...: there is no --ranker of this name")
     found = {name: load_ranker(model) for name, model in named.items()}
-    return Rankers(found, {name: read_thresholds(Path(file)) for name, file in calibrations.items()})
+    return Rankers(found, {name: read_thresholds(Path(file), named[name]) for name, file in calibrations.items()})
 
 
 def router(rankers: Callable[[], Rankers], most: int) -> APIRouter:
     """``most``: candidates of one request."""
     routes = APIRouter(prefix="/v1")
 
-    def read(asked: Asked) -> tuple[str, Ranker, Candidates]:
+    def read(asked: Asked) -> tuple[str, Scorer, Candidates]:
         try:
             name, ranker = rankers().named(asked.ranker)
             row = candidates(asked.model_extra or {})
@@ -74,7 +72,7 @@ def router(rankers: Callable[[], Rankers], most: int) -> APIRouter:
     async def rank(asked: Asked) -> dict[str, Any]:
         """The candidates with their scores, the best first."""
         name, ranker, row = read(asked)
-        return {"ranker": name, "ranking": [told(one) for one in best_first(await ranker.score(row))]}
+        return {"ranker": name, "ranking": [one.told for one in best_first(await score(ranker, row))]}
 
     @routes.post("/filter")
     async def filter_candidates(asked: Asked) -> dict[str, Any]:
@@ -84,10 +82,10 @@ def router(rankers: Callable[[], Rankers], most: int) -> APIRouter:
         if not given:
             raise HTTPException(400, f"threshold: {name} has no calibration here (--calibration); give one")
         try:
-            kept = passing([row], [scored := await ranker.score(row)], given)[0]
+            kept = passing([row], [scored := await score(ranker, row)], given)[0]
         except ConfigError as error:
             raise HTTPException(400, str(error)) from None
         failed = sum(one.score is None for one in scored)
-        return {"ranker": name, "kept": [told(one) for one in kept], "candidates": len(scored), "failed": failed}
+        return {"ranker": name, "kept": [one.told for one in kept], "candidates": len(scored), "failed": failed}
 
     return routes

@@ -29,14 +29,15 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
     Raises UserError: the kind needs a GPU or a package, or the folder is taken."""
     import transformers
 
-    if kind not in KINDS or (kind != "int8" and not torch.cuda.is_available()):
-        on = "on a GPU" if torch.cuda.is_available() else "on a CPU"
-        raise ConfigError(f"--kind {kind}: not {on}; what works here: {', '.join(KINDS if 'G' in on else KINDS[:1])}")
+    on_gpu = torch.cuda.is_available()
+    if kind not in (works := KINDS if on_gpu else KINDS[:1]):
+        raise ConfigError(f"--kind {kind}: not on a {'GPU' if on_gpu else 'CPU'}; what works here: {', '.join(works)}")
     found = find_model(model)
     ranks = is_reward_model(found.path)
     loader = getattr(transformers, "AutoModelForSequenceClassification" if ranks else "AutoModelForCausalLM")
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    how: dict[str, Any] = {"dtype": dtype, "device_map": "cuda" if torch.cuda.is_available() else None}
+    how: dict[str, Any] = {"dtype": torch.float32, "device_map": None}
+    if on_gpu:
+        how = {"dtype": torch.bfloat16, "device_map": "cuda"}
     tokenizer = load_tokenizer(found.path)
     before, seconds, size = _run(loader.from_pretrained(found.path, **how), tokenizer, texts)
     with extra("quantise", "dapo quantise"):
@@ -46,11 +47,7 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
         tokenizer.save_pretrained(folder)
     after, seconds_after, size_after = _run(loader.from_pretrained(out, **how), tokenizer, texts)
     moved = torch.cat([(a - b).abs().flatten() for a, b in zip(after, before, strict=True)])
-    told: dict[str, Any] = {
-        "kind": kind,
-        "mib": [size / 2**20, size_after / 2**20],
-        "seconds": [seconds, seconds_after],
-    }
+    told: dict[str, Any] = {"mib": [size / 2**20, size_after / 2**20], "seconds": [seconds, seconds_after]}
     told |= {"mean_change": float(moved.mean()), "spread": float(torch.cat([b.flatten() for b in before]).std())}
     if not ranks:
         same = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(after, before, strict=True)])

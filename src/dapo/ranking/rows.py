@@ -18,6 +18,8 @@ from dapo.errors import DataError
 
 PAIRS = (("chosen", "rejected"), ("correct_code", "incorrect_code"))
 """Keys of a pair, the better one first."""
+_LABELS = {"candidates": "labels", "responses": "scores", "response": "label"}
+"""Keys of other rows, and where each has its labels."""
 EVERY = "*"
 """Stands for whichever language model wrote a response."""
 FORMS = (
@@ -70,42 +72,33 @@ def candidates(row: Any, place: str = "") -> Candidates:
     row = {str(key): plain_value(value) for key, value in row.items()}
     held = {key for key, value in row.items() if value is not None}
     prompt = text_or_messages(row, "prompt") if "prompt" in held else ""
-    texts, labels = tuple[str, ...](), tuple[float, ...]()
+    key, labels = next((key for key in _LABELS if key in held), ""), tuple[float, ...]()
     if pair := next((pair for pair in PAIRS if held.issuperset(pair)), None):
         found = ranked(row, PairKeys(chosen_key=pair[0], rejected_key=pair[1], responses_key="-"), needs_prompt=False)
         prompt, texts, labels = found.prompt, found.responses, (1.0, 0.0)
-    elif "candidates" in held:
-        texts, labels = _list(row, "candidates", str), _list(row, "labels", int, float, bool)
-    elif "responses" in held:
-        texts = _list(row, "responses", str)
-        labels = _list(row, "scores", int, float) or tuple(float(-k) for k in range(len(texts)))
-    elif "response" in held:
-        texts = _list({"response": [row["response"]]}, "response", str)
-        if "label" in held:
-            labels = _list({"label": [row["label"]]}, "label", int, float, bool)
+    elif key:
+        texts, labels = _all(row, key, str), _all(row, _LABELS[key], int, float, bool)
+        if key == "responses" and "scores" not in held:
+            labels = tuple(float(-k) for k in range(len(texts)))
     else:
         raise BadRow(f"holds nothing to rank; what would work: {FORMS}")
     if labels and len(labels) != len(texts):
         raise BadRow(f"{len(labels)} labels for {len(texts)} responses")
     answer, model = row.get("answer"), row.get("model")
-    return Candidates(
-        prompt,
-        texts,
-        tuple(map(float, labels)),
-        None if answer is None else str(answer),
-        model if isinstance(model, str) and model else EVERY,
-        row,
-        place,
-    )
+    writer = model if isinstance(model, str) and model else EVERY
+    answer = None if answer is None else str(answer)
+    return Candidates(prompt, texts, tuple(map(float, labels)), answer, writer, row, place)
 
 
-def _list(row: Mapping[str, Any], key: str, *types: type) -> tuple[Any, ...]:
+def _all(row: Mapping[str, Any], key: str, *types: type) -> tuple[Any, ...]:
+    """What a list holds, or a single response or label; nothing: the row has no such key."""
     value = row.get(key)
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(type(one) in types for one in value):
-        raise BadRow(f"{key!r} must be a list of {'texts' if str in types else 'finite numbers'}")
-    return tuple(value)
+    found, single = ([value], "") if key in ("response", "label") else (value, "a list of ")
+    if not isinstance(found, list) or not all(type(one) in types for one in found):
+        raise BadRow(f"{key!r} must be {single}{'text' if str in types else 'finite numbers'}")
+    return tuple(found)
 
 
 def pairs_of(rows: Sequence[Candidates]) -> Iterator[tuple[int, int, int]]:

@@ -1,5 +1,5 @@
-"""Whatever orders responses to a prompt, behind one door (:class:`Ranker`): a reward model, the implicit reward of a
-policy that was trained by DPO, or any reward of a recipe (judge, rules, tests).
+"""Whatever orders responses to a prompt is a :class:`Scorer`: a reward model, the implicit reward of a policy that was
+trained by DPO, or any reward of a recipe (judge, rules, tests).
 
 A response is scored by itself, so that neither the others, nor their order, nor padding changes its score.
 """
@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from dapo.config import load_reward
 from dapo.config.composed_reward import REWARD_KINDS, RewardConfig
-from dapo.config.reading import with_values
-from dapo.config.stages import DPOConfig, RewardModelConfig, load_stage, stage_named
+from dapo.config.reading import apply_overrides, with_values
+from dapo.config.stages import RewardModelConfig, build_stage, load_stage, stage_named
 from dapo.errors import ConfigError, RewardError
 from dapo.inference.found_model import FoundModel, find_model
 from dapo.ranking.rows import Candidates
@@ -29,6 +29,7 @@ from dapo.reward.batching import Batcher
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.function_scorers import CallableScorer
+from dapo.util.asynchronous import run_async
 from dapo.util.files import read_json
 
 if TYPE_CHECKING:
@@ -50,42 +51,47 @@ class Scored:
     score: float | None
     error: str | None = None
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """For JSON; without an error where there is none."""
+        return {name: value for name, value in asdict(self).items() if name != "error" or value is not None}
+
 
 def best_first(scored: Sequence[Scored]) -> list[Scored]:
     """Equal scores stay in the order given."""
     return sorted(scored, key=lambda one: (one.score is None, -(one.score or 0.0)))
 
 
-class Ranker:
-    """Scores of responses by a :class:`Scorer`. ``name``: as the user wrote it, for calibrations. Belongs to one event
-    loop."""
-
-    def __init__(self, name: str, scorer: Scorer) -> None:
-        self.name, self._scorer = name, scorer
-
-    async def start(self) -> None:
-        """Load or reach what scores. Raises RewardError or ModelError: that fails."""
-        await self._scorer.start()
-
-    async def close(self) -> None:
-        await self._scorer.close()
-
-    async def score(self, row: Candidates) -> list[Scored]:
-        """Of each candidate, in their order; equal texts are scored once. None for none."""
-        meta = {**row.row, _MESSAGES: row.prompt}
-        prompt = Prompt(0, row.prompt_text, (), row.answer, meta)
-        each = list(dict.fromkeys(row.texts))
-        rewards = await asyncio.gather(*(self._scorer.score(prompt, text) for text in each))
-        of = dict(zip(each, rewards, strict=True))
-        return [Scored(k, t, None if of[t].error else of[t].value, of[t].error) for k, t in enumerate(row.texts)]
-
-    async def all_scores(self, rows: Sequence[Candidates]) -> list[list[Scored]]:
-        """Of many rows, at once. The scorer is started, and stays open."""
-        await self.start()
-        return list(await asyncio.gather(*map(self.score, rows)))
+async def score(ranker: Scorer, row: Candidates) -> list[Scored]:
+    """Of each candidate, in their order; equal texts are scored once."""
+    prompt = Prompt(0, row.prompt_text, (), row.answer, {**row.row, _MESSAGES: row.prompt})
+    each = list(dict.fromkeys(row.texts))
+    rewards = await asyncio.gather(*(ranker.score(prompt, text) for text in each))
+    of = dict(zip(each, rewards, strict=True))
+    return [Scored(k, t, None if of[t].error else of[t].value, of[t].error) for k, t in enumerate(row.texts)]
 
 
-def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence[str] = ()) -> Ranker:
+def score_rows(ranker: Scorer, rows: Sequence[Candidates], most_failed: float = 0.2) -> list[list[Scored]]:
+    """Of each row, in the order of its candidates. The ranker is closed then.
+    Raises RewardError: more than ``most_failed`` of the scores failed: what is said of the rest would mislead."""
+
+    async def work() -> list[list[Scored]]:
+        try:
+            await ranker.start()
+            return list(await asyncio.gather(*(score(ranker, row) for row in rows)))
+        finally:
+            await ranker.close()
+
+    found = run_async(work)
+    every = [(row, one) for row, several in zip(rows, found, strict=True) for one in several]
+    failed = [(row, one) for row, one in every if one.score is None]
+    if len(failed) > most_failed * len(every):
+        row, one = failed[0]
+        raise RewardError(f"{len(failed)} of {len(every)} scores failed, such as {row.place}: {one.error}")
+    return found
+
+
+def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence[str] = ()) -> Scorer:
     """What ranks, by any of its names. Weights are loaded when it starts, onto a GPU if there is one.
 
     Args:
@@ -97,84 +103,84 @@ def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence
     Raises UserError: there is no such thing, or it is a language model that ranks nothing.
     """
     if callable(model):
-        return Ranker(getattr(model, "__name__", "function"), CallableScorer(model, 60.0))
+        return CallableScorer(model, 60.0)
     name = str(model)
     if name in REWARD_KINDS or Path(name).suffix in (".yaml", ".yml"):
-        return Ranker(name, make_scorer(load_reward(name, overrides)))
+        return make_scorer(load_reward(name, overrides))
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = find_model(name)
+    stage = stage_named(found.recipe) if found.recipe else None
     if is_reward_model(found.path):
-        return Ranker(name, make_scorer(_reward_of(found, device, overrides)))
-    return Ranker(name, _implicit(found, reference, overrides, device))
+        trained = load_stage(stage, found.recipe) if stage == "reward_model" and found.recipe else None
+        return make_scorer(_reward_of(found.path, trained, device, overrides))
+    return _implicit(found, stage == "dpo", reference, overrides, device)
 
 
 def is_reward_model(path: str) -> bool:
-    """Whether a model is one that scores texts, by the files beside its weights alone."""
-    names = ("value_head.safetensors", "config.json", "adapter_config.json")
+    """Whether a model is one that scores texts, by the files beside its weights alone. If there is no such model,
+    whoever loads it says so."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        held = {name: folder / name for name in names if (folder / name).is_file()}
-    else:
+
+    def place(name: str) -> Path:
+        if folder.is_dir():
+            return folder / name
         from transformers.utils import cached_file
 
         from dapo.model.hub import from_where
 
-        held, where = {}, from_where(path)
-        for name in names:
-            with contextlib.suppress(OSError, ValueError):  # if there is no such model, whoever loads it says so
-                held[name] = Path(cached_file(path, name, **where))
-    read: dict[str, Any] = {name: {} for name in names[1:]}
-    for name in read.keys() & held.keys():
+        return Path(cached_file(path, name, **from_where(path)))
+
+    def read(name: str) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
-            read[name] = read_json(held[name])
-    config, adapter = read.values()
-    classifies = any("ForSequenceClassification" in str(one) for one in config.get("architectures") or ())
-    return names[0] in held or classifies or adapter.get("task_type") == "SEQ_CLS"
+            return dict(read_json(place(name)))
+        return {}
+
+    with contextlib.suppress(OSError, ValueError):
+        if place("value_head.safetensors").is_file():
+            return True
+    classifies = any("ForSequenceClassification" in str(one) for one in read("config.json").get("architectures") or ())
+    return classifies or read("adapter_config.json").get("task_type") == "SEQ_CLS"
 
 
-def _reward_of(found: FoundModel, device: str, overrides: Sequence[str]) -> RewardConfig:
+def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -> RewardConfig:
     """As the run that trained it wrote texts; else by the chat template, if there is one."""
     from transformers import AutoConfig
 
     from dapo.model.hub import from_where
     from dapo.model.loading import context_limit, load_tokenizer
 
-    stage = load_stage("reward_model", found.recipe) if _stage_of(found) == "reward_model" and found.recipe else None
-    shape = AutoConfig.from_pretrained(found.path, **from_where(found.path)).get_text_config()
-    template, longest = "plain", 4096
-    if isinstance(stage, RewardModelConfig):
-        template, longest = stage.reward_model.template, stage.data.max_length
-    elif getattr(load_tokenizer(found.path), "chat_template", None):
-        template = "chat"
-    longest = min(longest, context_limit(shape) or longest)
-    told = {"path": found.path, "device": device, "template": template, "max_length": longest, "timeout_s": 600}
+    if isinstance(trained, RewardModelConfig):
+        template, longest = trained.reward_model.template, trained.data.max_length
+    else:
+        template = "chat" if getattr(load_tokenizer(path), "chat_template", None) else "plain"
+        longest = 4096
+    limit = context_limit(AutoConfig.from_pretrained(path, **from_where(path)).get_text_config())
+    told = {"path": path, "device": device, "template": template, "timeout_s": 600}
+    told["max_length"] = min(longest, limit or longest)
     return load_reward("model", [*(f"reward.{key}={json.dumps(value)}" for key, value in told.items()), *overrides])
 
 
-def _stage_of(found: FoundModel) -> str | None:
-    return stage_named(found.recipe) if found.recipe else None
-
-
-def _implicit(found: FoundModel, reference: str | None, overrides: Sequence[str], device: str) -> Scorer:
+def _implicit(
+    found: FoundModel, by_dpo: bool, reference: str | None, overrides: Sequence[str], device: str
+) -> ImplicitScorer:
     from dapo.inference.model import settings_for
 
-    beta = 0.1
-    if _stage_of(found) == "dpo" and found.recipe:
-        config = load_stage("dpo", found.recipe)
-        assert isinstance(config, DPOConfig)
-        reference, beta = reference or config.model.path, config.dpo.beta
+    given = [one for one in overrides if one.startswith("dpo.")]
+    tree: dict[str, Any] = {"model": {"path": found.path}}
+    apply_overrides(tree, given, {})
+    trained: Any = load_stage("dpo", found.recipe, given) if by_dpo and found.recipe else build_stage("dpo", tree)
+    reference = reference or (trained.model.path if by_dpo else None)
     if reference is None:
         raise ConfigError(
             f"{found.path}: is a language model, and its probabilities alone rank nothing (a likely text is no better "
             "one); give a reward model, or with --reference the policy that DPO began with"
         )
-    changes = [one for one in overrides if not one.startswith("dpo.beta=")]
-    if len(changes) < len(overrides):
-        beta = float(overrides[-1].partition("=")[2])
-    _, settings = settings_for(found.path, {}, recipe=found.recipe, overrides=changes)
-    return ImplicitScorer(with_values(settings, {"runtime.device": device}), find_model(reference).path, beta)
+    others = [one for one in overrides if one not in given]
+    _, settings = settings_for(found.path, {}, recipe=found.recipe, overrides=others)
+    settings = with_values(settings, {"runtime.device": device})
+    return ImplicitScorer(settings, find_model(reference).path, trained.dpo.beta)
 
 
 class ImplicitScorer(Scorer):
@@ -222,22 +228,24 @@ class ImplicitScorer(Scorer):
             self._policies.append(Policy(model.requires_grad_(False), 1.0, _LONGEST))
 
     def _scores(self, items: Sequence[tuple[str | Messages, str]]) -> list[Reward]:
-        from dapo.data.examples import Texts
+        from dapo.data.examples import Example, Texts
         from dapo.data.rows import BadRow
         from dapo.training.packing import pack_demonstrations
 
-        found, encoded = dict[int, Reward](), dict[int, tuple[tuple[int, ...], tuple[int, ...]]]()
-        for place, (prompt, response) in enumerate(items):
+        found, examples, order = dict[int, Reward](), list[Example](), list[int]()
+        alike: dict[str, list[int]] = {}  # items by prompt: each is computed once
+        for place, (prompt, _) in enumerate(items):
+            alike.setdefault(repr(prompt), []).append(place)
+        for places in alike.values():
+            responses = tuple(items[place][1] for place in places)
             try:
-                one = self._text.responses(Texts(prompt, (response,), (0.0,)))
-                encoded[place] = (one.prompt, one.responses[0])
+                examples.append(self._text.responses(Texts(items[places[0]][0], responses, (0.0,) * len(places))))
+                order += places
             except BadRow as error:
-                found[place] = Reward(None, 0.0, error=f"implicit reward: {error}")
-        if encoded:
-            prompts = list(dict.fromkeys(prompt for prompt, _ in encoded.values()))  # each is computed once
-            order = sorted(encoded, key=lambda place: prompts.index(encoded[place][0]))
-            batch = pack_demonstrations([encoded[place] for place in order])
-            draws = np.asarray([prompts.index(encoded[place][0]) for place in order])
+                found |= {place: Reward(None, 0.0, error=f"implicit reward: {error}") for place in places}
+        if examples:
+            batch = pack_demonstrations([(one.prompt, response) for one in examples for response in one.responses])
+            draws = np.repeat(np.arange(len(examples)), [len(one.responses) for one in examples])
             batch = replace(batch, draws=draws, indices=np.arange(len(order)))
             policy, reference = (self._sums(one, batch) for one in self._policies)
             for place, ours, theirs in zip(order, policy, reference, strict=True):
@@ -247,12 +255,3 @@ class ImplicitScorer(Scorer):
     def _sums(self, policy: Policy, batch: Any) -> list[float]:
         logprobs = policy.logprobs(batch).double().cpu().numpy()
         return [float(v) for v in np.bincount(batch.sample_ids, logprobs, batch.num_samples)]
-
-
-def require_scores(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], most: float = 0.2) -> None:
-    """Raises RewardError: more than ``most`` of the scores failed, so that what is said of the rest would mislead."""
-    every = [(row, one) for row, several in zip(rows, scored, strict=True) for one in several]
-    failed = [(row, one) for row, one in every if one.score is None]
-    if len(failed) > most * len(every):
-        row, one = failed[0]
-        raise RewardError(f"{len(failed)} of {len(every)} scores failed, such as {row.place}: {one.error}")

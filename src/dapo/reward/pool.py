@@ -83,10 +83,7 @@ class WorkerPool:
     async def run(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """The handler's result for ``item``. Raises ScoringFailed: the worker died twice, or (:class:`OutOfTime`) the
         deadline passed; RewardError: the user's code cannot be loaded or broke its contract."""
-        try:
-            message = encode(dict(item))
-        except (TypeError, ValueError) as error:
-            raise RewardError(f"a worker process can only be sent what JSON can hold: {error}") from None
+        message = _message(item)
         await self._free.acquire()
         # if the caller is cancelled, the item is finished all the same: its worker need not be killed
         exchange = begin(self._exchanges, self._attempts(message))
@@ -191,10 +188,11 @@ class Session:
 
     async def ask(self, item: Mapping[str, Any], *, timed: bool = True) -> dict[str, Any]:
         """As :meth:`WorkerPool.run`, without a second attempt. ``timed``: False: whoever waits has a limit."""
+        message = _message(item)
         self.alive = False
         try:
             async with asyncio.timeout(self._timeout_s if timed else None) as limit:
-                reply = await self._worker.exchange(encode(dict(item)))
+                reply = await self._worker.exchange(message)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -203,6 +201,15 @@ class Session:
             raise ScoringFailed(f"its process was {error}") from None
         self.alive = True
         return _result(reply)
+
+
+def _message(item: Mapping[str, Any]) -> bytes:
+    try:
+        return encode(dict(item))
+    except RecursionError:  # of a call that a model has written
+        raise ScoringFailed("it is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"a worker process can only be sent what JSON can hold: {error}") from None
 
 
 def _result(reply: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from typing import Any
 from dapo.inference.stream import Part
 from dapo.ranking.endpoints import Rankers
 from dapo.ranking.rows import Candidates
-from dapo.ranking.score import Ranker, best_first
+from dapo.ranking.score import best_first, score
+from dapo.reward.contract import Scorer
 from dapo.serve.door import Refused
 from dapo.serve.model import ServedModel
 from dapo.serve.protocol import Reply, SamplingRequest
 
 
-def ranker_of(body: SamplingRequest, rankers: Rankers) -> tuple[str, Ranker] | None:
+def ranker_of(body: SamplingRequest, rankers: Rankers) -> tuple[str, Scorer] | None:
     """Who chooses; None: nobody is to. Raises Refused: the request cannot be served as it stands."""
     if body.best_of in (None, 1) and body.ranker is None:
         body.best_of = None
@@ -34,7 +35,7 @@ def ranker_of(body: SamplingRequest, rankers: Rankers) -> tuple[str, Ranker] | N
 
 
 async def choose(
-    chooser: tuple[str, Ranker],
+    chooser: tuple[str, Scorer],
     body: SamplingRequest,
     served: ServedModel,
     parts: Sequence[tuple[int, Part]],
@@ -48,7 +49,7 @@ async def choose(
     for place, prompt in enumerate(body.rankable(served)):
         numbers = range(place * body.each, (place + 1) * body.each)
         texts = tuple(by_number[number].text for number in numbers)
-        scored = best_first(await ranker.score(Candidates(prompt, texts, model=body.model)))
+        scored = best_first(await score(ranker, Candidates(prompt, texts, model=body.model)))
         failed = [one for one in scored[: body.n] if one.score is None]
         if failed:
             raise Refused(503, f"ranker {name}: could not score enough of {body.each} samples: {failed[0].error}")

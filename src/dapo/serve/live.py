@@ -108,15 +108,16 @@ def recorded(app: ASGIApp, journal: Journal) -> ASGIApp:
 
 
 def _entry(asked: bytes, told: bytes) -> dict[str, Any] | None:
-    """Prompt, id and first response of a request; None: there is no consent, or it was refused or is of several."""
+    """Prompt, id and first response of a request; None: no consent, no whole answer, or several prompts."""
     try:
         request = json.loads(asked)
-        streamed = told.startswith(b"data: ")
+        if (streamed := told.startswith(b"data: ")) and b"data: [DONE]" not in told:
+            return None  # it is half an answer
         lines = [line[6:] for line in told.split(b"\n") if line.startswith(b"data: {")] if streamed else [told]
         parts = [json.loads(line) for line in lines]
         if (request.get("metadata") or {}).get("consent") != CONSENT or "id" not in parts[0]:
             return None
-    except (ValueError, AttributeError, IndexError, TypeError):
+    except (ValueError, AttributeError, IndexError, TypeError, RecursionError):
         return None
     prompt = request.get("messages", request.get("prompt"))
     if not isinstance(prompt, str) and "messages" not in request:

@@ -4,6 +4,7 @@ it. It has a backbone of its own, or a head on the policy's."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dapo.config import Config, TrainingConfig
 from dapo.errors import ModelError
 from dapo.model.adapters import has_adapter
 from dapo.model.classifier import as_classifier
-from dapo.model.loading import copy_model
+from dapo.model.loading import copy_model, load_tokenizer
 from dapo.records import FloatArray, TokenBatch, starts_of
 from dapo.training.base_learner import Watched
 from dapo.training.checkpoint import read_tensors
@@ -33,9 +34,10 @@ from dapo.util.files import new_folder, read_json, write_json
 _AHEAD = "ahead.json"
 
 
-def make_critic(config: Config, model: Any) -> Critic | None:
+def make_critic(config: Config, model: Any, tokenizer: Any = None) -> Critic | None:
     """The critic of a run of PPO, with a head of zeros; None: it is no PPO.
-    ``model``: the policy, before its trainer has it. Raises ModelError: the critic cannot be made of its model."""
+    ``model``: the policy, before its trainer has it. Raises ModelError: the critic cannot be made of its model, or
+    does not know the tokens of ``tokenizer``."""
     section = config.algorithm.critic
     if config.algorithm.kind != "ppo":
         return None
@@ -50,11 +52,24 @@ def make_critic(config: Config, model: Any) -> Critic | None:
     if section.model is not None:
         device = next(model.parameters()).device
         own = load_classifier(section.model, pad, config.model.trust_remote_code, device)
+        _require_same_tokens(section.model, own, tokenizer)
     elif has_adapter(model):
         raise ModelError("algorithm.critic.model: model.path holds an adapter; name a whole model for the critic")
     else:
         own = as_classifier(copy_model(model, torch.float32).requires_grad_(True), pad)
     return Critic(score_trainer(own, critic_training(config), dtype), config)
+
+
+def _require_same_tokens(path: str, critic: Any, tokenizer: Any) -> None:
+    rows, theirs, ours = critic.get_input_embeddings().weight.shape[0], {}, tokenizer.get_vocab() if tokenizer else {}
+    with suppress(ModelError):  # a folder may hold a model alone
+        theirs = load_tokenizer(path).get_vocab()
+    other = next((token for token, i in ours.items() if i >= rows or theirs.get(token, i) != i), None)
+    if other is not None:
+        raise ModelError(
+            f"algorithm.critic.model: {path} has no or another token {ours[other]}, which is {other!r} for the policy; "
+            "name a model with the policy's tokenizer"
+        )
 
 
 def critic_training(config: Config) -> TrainingConfig:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dapo.algorithm.kin import OBJECTIVES
@@ -252,25 +253,32 @@ def objective_inputs(
     behaviour = upload(mini.behaviour_logprobs, device)
     proximal = columns.get("proximal", behaviour)
     sample_ids = upload(mini.sample_ids, device)
-    group_ids, mask = upload(mini.group_ids, device), upload(mini.mask, device)
-    correction = algorithm.correction.model_dump()  # its keys are the parameters
+    mask, correction = upload(mini.mask, device), algorithm.correction.model_dump()  # its keys are the parameters
     importance, mask = importance_weights(proximal, behaviour, sample_ids=sample_ids, mask=mask, **correction)
-    weights = token_weights(
-        algorithm.loss_agg_mode,
-        mask=mask,
-        sample_ids=sample_ids,
-        group_ids=group_ids,
-        num_samples=mini.num_samples,
-        constant=algorithm.loss_constant or max_response_length,
-    )
     return TokenInputs(
         behaviour_logprobs=behaviour,
         proximal_logprobs=proximal,
         advantages=columns["advantages"],
         importance=importance,
         mask=mask,
-        weights=weights,
+        weights=loss_weights(mini, algorithm, max_response_length, mask),
         sample_ids=sample_ids,
-        group_ids=group_ids,
+        group_ids=upload(mini.group_ids, device),
         reference_logprobs=columns.get("reference"),
+    )
+
+
+def loss_weights(
+    mini: TokenBatch, algorithm: AlgorithmConfig, max_response_length: int, mask: torch.Tensor
+) -> torch.Tensor:
+    """``[R]``: :func:`~dapo.algorithm.objective.token_weights` as the recipe has them. An episode counts as one sample,
+    however many sequences it has. ``mask``: ``[R]``, the loss tokens."""
+    numbers = mini.sample_numbers
+    return token_weights(
+        algorithm.loss_agg_mode,
+        mask=mask,
+        sample_ids=upload(np.repeat(numbers, mini.response_lengths), mask.device),
+        group_ids=upload(mini.group_ids, mask.device),
+        num_samples=len(np.unique(numbers)),
+        constant=algorithm.loss_constant or max_response_length,
     )

@@ -27,6 +27,7 @@ from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.records import Reward
 from dapo.util.pages import Answer, Code, Section, Text, as_html, as_markdown, write_report
+from stage_cases import stage_config
 from stored_run import RIGHT, WRONG, group, stored_run
 
 HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>\n````\n# heading"
@@ -320,3 +321,10 @@ def test_what_was_sampled_ahead_has_panels_of_its_own() -> None:
         last = both.axes[-1]
         assert title in last.get_title(loc="left")
         assert [text.get_text() for text in last.get_legend().get_texts()] == labels
+
+
+def test_the_alarms_of_a_stage_are_told_too(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "r", [{}, *[{"grad_norm/max": 0.5}] * 10, {"grad_norm/max": 50.0}])
+    run.folder.config.write_text(json.dumps(stage_config("dpo", run.folder.root).model_dump(mode="json")))
+    (found,) = [(step, said) for step, on, said in RunView.read(run.folder.root).alarms() if "gradient spike" in on]
+    assert found[0] == 11 and f"step 11: {found[1][0]}" in str(sections_of(RunView.read(run.folder.root)))

@@ -33,7 +33,8 @@ def test_a_comparison_is_shown_from_any_of_its_runs(client: httpx.Client, tmp_pa
     curve = found["curves"]["minutes"]["fast"]
     assert curve[0] == [0.0, 0.0, 0.0, 0.0] and curve[-1] == [1.0, 1.0, 1.0, 1.0]
     (tmp_path / "out/comparison.json").unlink()
-    answer = client.get("comparison", params={"run": "fast-seed-1"})
+    assert client.get("comparison", params={"run": "fast-seed-1"}).json() is None
+    answer = client.get("comparison/votes", params={"run": "fast-seed-1"})
     assert answer.status_code == 404 and "belongs to no comparison" in answer.json()["error"]
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from dapo.algorithm.admission import GroupVerdict, judge
-from dapo.algorithm.objective import DapoObjective, TokenInputs, policy_ratio, token_weights
+from dapo.algorithm.objective import DapoObjective, TokenInputs, policy_ratio
 from dapo.algorithm.shaping import overlong_penalty
 from dapo.commands.replay.stored import StoredStep
 from dapo.config import Config
 from dapo.records import Group, Sample, TokenBatch
+from dapo.training.learner import loss_weights
 from dapo.training.micro_batch import MicroBatch, micro_batch, select_tokens
 from dapo.training.objective_protocol import Objective, unit_of
 from dapo.training.packing import pack
@@ -125,16 +126,8 @@ def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, A
     found: list[dict[str, Any]] = []
     for _ in range(config.training.epochs_per_rollout):
         for batch in packed.minibatches(config.training.groups_per_update):
-            mask, sample_ids, group_ids = map(torch.from_numpy, (batch.mask, batch.sample_ids, batch.group_ids))
-            weights = token_weights(
-                config.algorithm.loss_agg_mode,
-                mask=mask,
-                sample_ids=sample_ids,
-                group_ids=group_ids,
-                num_samples=batch.num_samples,
-                constant=config.algorithm.loss_constant or config.rollout.max_response_length,
-            )
-            used = weights[mask]
+            mask = torch.from_numpy(batch.mask)
+            used = loss_weights(batch, config.algorithm, config.rollout.max_response_length, mask)[mask]
             found.append(
                 {
                     "update": len(found),

@@ -209,20 +209,11 @@ def _alarms(run: RunView) -> list[Block]:
 
 
 def _alarms_again(run: RunView) -> list[str]:
-    """What the alarms said during the run: they see nothing but metrics and recipe, so it is what they say now."""
-    from dapo.config import load_config
-    from dapo.observe.alarms import Alarms
-
+    """What the alarms said during the run."""
     try:
-        alarms = Alarms(load_config(run.folder.config), run.changes)
+        return [f"step {step}: {text}" for step, _, said in run.alarms() for text in said]
     except UserError as error:  # such as a recipe of an earlier version
         return [f"the alarms on the metrics cannot be told: {error}"]
-    said = []
-    for entry in run.metrics:
-        if entry["step"]:
-            said += [f"step {entry['step']}: {text}" for text in alarms.observe(entry["step"], entry)[1]]
-            alarms.settle()
-    return said
 
 
 def _samples(run: RunView) -> list[Block]:

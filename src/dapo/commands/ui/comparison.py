@@ -23,17 +23,23 @@ from dapo.evaluation.votes import Shown, read_votes
 router = APIRouter(prefix="/api/comparison")
 
 
+def _found(run: Run) -> Path | None:
+    return next((p for p in list(run.folder.root.parents)[:2] if is_comparison(p)), None)
+
+
 def _root(run: Run) -> Path:
     """Raises NotHere: the run is of no comparison."""
-    found = next((p for p in list(run.folder.root.parents)[:2] if is_comparison(p)), None)
-    if found is None:
+    if (found := _found(run)) is None:
         raise NotHere(f"{run.name} belongs to no comparison; dapo compare makes one")
     return found
 
 
 @router.get("")
-def about(run: RunAsked) -> dict[str, Any]:
-    table = Table.read(_root(run))
+def about(run: RunAsked) -> dict[str, Any] | None:
+    """null: the run belongs to none."""
+    if (root := _found(run)) is None:
+        return None
+    table = Table.read(root)
     return {
         "name": table.comparison.root.name,
         "recipes": table.names,

@@ -26,7 +26,7 @@ def place_here(setup: Setup, kl: AdaptiveKL, out_of_time: Callable[[], bool]) ->
     config, overrides, template = setup.config, setup.overrides, setup.template
     model = load_trainable(overrides.model or config.model.path, config.model, setup.device)
     found = fingerprint_model(model, setup.device)
-    critic = make_critic(config, model)  # of the model as it is, without a new adapter
+    critic = make_critic(config, model, setup.tokenizer)  # of the model as it is, without a new adapter
     model = begin_adapter(model, config.model, config.seed)
     set_threads(config, model)
     dtype = getattr(torch, config.model.compute_dtype)

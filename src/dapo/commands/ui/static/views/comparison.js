@@ -10,6 +10,10 @@ export async function mount(element, api) {
 
   async function load() {
     const found = await api.get("comparison", { run: api.run });
+    if (!found) {
+      fill(element, note("This run belongs to no comparison. dapo compare makes one."));
+      return;
+    }
     const [head, ...wins] = found.wins;
     fill(place, panel(`Comparison ${found.name}`, table(["", ...found.recipes], found.lines), found.failures.map((text) => note(text))),
       wins.length > 0 && panel("Win rates", table(head, wins), note("A tie is half a win.")));
