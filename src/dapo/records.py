@@ -307,9 +307,8 @@ class TokenBatch:
 
     @property
     def sample_numbers(self) -> IntArray:
-        """``[S]``: samples numbered from 0. The sequences of an episode are of one."""
-        keys = self.group_numbers * (1 + self.indices.max(initial=0)) + self.indices
-        found: IntArray = np.unique(keys, return_inverse=True)[1]
+        """``[S]``: a number for each sample, which the sequences of an episode share."""
+        found: IntArray = self.group_numbers * (1 + self.indices.max(initial=0)) + self.indices
         return found
 
     @property

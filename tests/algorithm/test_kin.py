@@ -150,14 +150,14 @@ def test_a_kl_in_the_loss_is_that_of_tokens(algo):
 
 
 def test_reinforce_pp_is_normalised_over_the_loss_tokens_of_the_batch(algo):
-    rewards, lengths = [[1.0, 0.0, 0.0], [2.0, 2.0, None]], [[1, 2, 3], [4, 1, 9]]
+    rewards, lengths = [[1.0, 0.0, 0.0], [2.0, 2.0, None]], [[2, 2, 3], [4, 1, 9]]
     groups = [
         algo.advantage.with_advantages(with_shaped(make_group(r, lengths=n)), kind="batch-norm")
         for r, n in zip(rewards, lengths, strict=True)
     ]
     raw = [s.advantage for g in groups for s in g.scored]
     assert raw == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
-    counts = [1, 2, 0, 4, 1]
+    counts = [2, 2, 0, 4, 1]
     groups[0] = replace(groups[0], samples=(*groups[0].samples[:2], replace(groups[0].samples[2], in_loss=False)))
     tokens = [a for a, n in zip(raw, counts, strict=True) for _ in range(n)]
     found = algo.advantage.normalised(groups, 0.01)

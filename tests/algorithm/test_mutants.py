@@ -81,7 +81,7 @@ MUTANTS = [
     ("objective.py", "(known.weights * loss).sum()", "loss.sum() / inputs.mask.sum()"),
     ("objective.py", "1 / mask.sum().double()", "1 / torch.tensor(float(len(mask)))"),
     ("objective.py", "_mean_of_means(mask, group_ids)", "_mean_of_means(mask, sample_ids)"),
-    ("objective.py", "(tokens > 0).sum().double()", "torch.tensor(float(len(tokens)))"),
+    ("objective.py", "torch.unique(sample_ids[mask])", "torch.unique(sample_ids)"),
     ("objective.py", "(tokens[unit] * (tokens > 0).sum())", "(tokens[unit] * len(tokens))"),
     ("objective.py", "(tokens[unit] * (tokens > 0).sum())", "tokens[unit]"),
     ("objective.py", "1 / (constant * num_samples)", "1 / constant"),

@@ -104,6 +104,15 @@ def test_a_good_recipe_has_every_check_pass(case: Path) -> None:
     assert sorted(str(path) for path in case.rglob("*")) == before, "it writes nothing"
 
 
+def test_rows_of_an_environment_that_scores_its_episodes_need_no_answers(case: Path) -> None:
+    (case / "game.py").write_text("class Game:\n    def reward(self):\n        return 1.0\n")
+    write_rows(case, [{"prompt": row["prompt"]} for row in rows(0, 6)])
+    write_rows(case, [{"prompt": row["prompt"]} for row in rows(6, 8)], "heldout.jsonl")
+    findings = doctor("environment.name=game.py:Game", "algorithm.overlong_buffer=false")
+    assert not complaints(findings), complaints(findings)
+    assert "reward" not in {one["name"] for one in findings}
+
+
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_planted_mistake_is_told_by_name_and_nothing_else_is(case: Path, what: str) -> None:
     mistake = MISTAKES[what]

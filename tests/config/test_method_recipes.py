@@ -32,6 +32,7 @@ def test_a_preset_is_the_task_of_the_demo_with_the_values_of_its_paper(name):
     assert [text for text in warnings_for(config) if not text.startswith("one update per rollout")] == []
 
 
-def test_gspo_with_the_clip_of_tokens_is_told():
-    config = load_config(FOLDER / "gspo.yaml", ["algorithm.clip_ratio_high=0.28"])
+def test_gspo_with_the_clip_or_the_mean_of_tokens_is_told():
+    config = load_config(FOLDER / "gspo.yaml", ["algorithm.clip_ratio_high=0.28", "algorithm.loss_agg_mode=token-mean"])
     assert any("is wide for gspo" in text for text in warnings_for(config))
+    assert any("gspo is a mean over responses" in text for text in warnings_for(config))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import dapo
 from dapo.data.rows import BadRow, PythonRows
-from dapo.errors import ConfigError, DataError, RewardError
+from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.ranking.measures import agreement, best_of, best_of_n, least_sure, summary
 from dapo.ranking.rows import Candidates, candidates, read_candidates
 from dapo.ranking.score import Scored, load_ranker, score_rows
@@ -86,6 +86,8 @@ def test_the_implicit_reward_is_that_of_the_stage(policy: Path) -> None:
 def test_a_language_model_alone_ranks_nothing(policy: Path) -> None:
     with pytest.raises(ConfigError, match=r"its probabilities alone rank nothing.*--reference"):
         load_ranker(policy.parent / "base")
+    with pytest.raises(ModelError, match="no such folder"):
+        load_ranker(policy.parent / "no-such")
 
 
 def test_rules_and_functions_rank_and_a_failed_score_is_last() -> None:
@@ -165,5 +167,5 @@ def test_agreement_and_the_pairs_to_ask_about() -> None:
     told = agreement(rows, found)
     assert told["accuracy"].value == (1 + 0.5 + 0 + 1) / 4
     assert agreement([Candidates("p", ("a",), (1.0,))], [scored(1)]) == {}
-    asked = least_sure(rows, found, 2)
+    asked = least_sure([*rows, *rows], [*found, *found], 2)  # what is there twice is asked about once
     assert [one["prompt"] for one in asked] == ["p1", "p0"] and asked[1]["candidates"] == ["text 0", "text 1"]

@@ -12,6 +12,7 @@ from training_cases import SHAPE, objective_inputs, random_groups
 from dapo.algorithm.gae import ValueObjective
 from dapo.algorithm.objective import DapoObjective
 from dapo.config import build_config, nested
+from dapo.errors import ConfigError
 from dapo.model.loading import load_model
 from dapo.training.critic import make_critic, one_token_longer
 from dapo.training.packing import pack
@@ -124,11 +125,14 @@ def test_the_base_is_a_reference_without_a_copy():
     base = load_model(random_model("qwen2"))
     plain = Trainer(load_model(random_model("qwen2")), settings().training, 1.0)
     model = new_adapter(base, 4, 8.0, "all-linear", 0)
+    trainer, batch = Trainer(model, settings().training, 1.0), batch_of()
+    reference = reference_policy(trainer.policy, "base")
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
             parameter.normal_(std=0.1)
-    trainer, batch = Trainer(model, settings().training, 1.0), batch_of()
-    trained, reference = trainer.logprobs(batch), reference_policy(trainer.policy, "base")
+    trained = trainer.logprobs(batch)
+    with pytest.raises(ConfigError, match="use reference=copy"):
+        reference_policy(trainer.policy, "base")
     assert reference.model is trainer.policy.model
     torch.testing.assert_close(reference.logprobs(batch), plain.logprobs(batch))
     assert torch.equal(trainer.logprobs(batch), trained) and not torch.equal(trained, plain.logprobs(batch))

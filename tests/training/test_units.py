@@ -240,3 +240,14 @@ def test_a_number_that_is_not_finite_is_found_in_its_sample_or_pair(objective):
     assert report.skipped is not None and "draw 1" in report.skipped
     fault = diagnose(trainer.policy, batch, inputs, objective, trainer._parameters)
     assert fault.token is not None and fault.token.draw == 1
+
+
+def test_a_fault_is_named_in_its_own_sequence_of_an_episode():
+    tail = make_sample([7, 8, 9], prompt_ids=np.array([4, 5], np.int32))
+    batch = packed([make_group(0, [1, 2], [make_sample([3, 4], more=(tail,))])])
+    inputs = inputs_of(batch)
+    inputs.advantages[3] = math.nan
+    trainer = make_trainer()
+    trainer.update(batch, inputs, DapoObjective())
+    token = diagnose(trainer.policy, batch, inputs, DapoObjective(), trainer._parameters).token
+    assert (token.sequence, token.token, token.given) == (1, 1, "advantages")

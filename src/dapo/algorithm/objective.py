@@ -132,7 +132,7 @@ def token_weights(
         case "seq-mean-token-mean":
             weights = _mean_of_means(mask, sample_ids)
         case "seq-mean-token-sum":
-            weights = 1 / _units_with_loss(mask, sample_ids)
+            weights = 1 / sample_ids.new_tensor(torch.unique(sample_ids[mask]).numel()).double()
         case "constant":
             if constant is None or constant <= 0 or num_samples <= 0:
                 raise ValueError(f"mode constant needs positive numbers, got {constant=} and {num_samples=}")
@@ -141,12 +141,6 @@ def token_weights(
             raise ValueError(f"unknown loss_agg_mode {mode!r}")
     # with nothing left the divisor above is 0, but then no position is selected either
     return torch.where(mask, weights, 0).float()
-
-
-def _units_with_loss(mask: Tensor, ids: Tensor) -> Tensor:
-    """The number of groups or responses with at least one loss token, as a float64 scalar."""
-    _, tokens = per_unit(mask.double(), ids)
-    return (tokens > 0).sum().double()
 
 
 def _mean_of_means(mask: Tensor, ids: Tensor) -> Tensor:

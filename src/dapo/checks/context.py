@@ -30,8 +30,8 @@ class CheckContext:
     """A recipe, and what the checks that own a thing have put here; None: it is not there (yet).
 
     ``demo``: how ``dapo demo`` is called to make the files of a shipped recipe; ``remedy``: where a recipe says how.
-    ``reward_works``: a scorer starts. ``own_reward``: a function was passed from Python, and the recipe's reward is not
-    what scores. ``at_start``: of a training, which has loaded everything."""
+    ``reward_works``: a scorer starts. ``own_reward``: a function from Python, or the environment, scores in place of
+    the recipe's reward. ``at_start``: of a training, which has loaded everything."""
 
     config: Config
     demo: str | None = None

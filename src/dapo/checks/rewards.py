@@ -110,7 +110,7 @@ def check_sandbox(context: CheckContext) -> Iterator[Finding]:
 
 def check_reward(context: CheckContext) -> Iterator[Finding]:
     """Start the reward as training does, and score what is known to be right and wrong."""
-    if context.reward_works is False:  # the sandbox has told why
+    if context.reward_works is False or context.own_reward:  # the sandbox has told why; the environment scores
         return
     findings: list[Finding] = []
     with _quiet():

@@ -38,7 +38,8 @@ def check_rows(context: CheckContext) -> Iterator[Finding]:
     config, template = context.config, context.template
     data = config.data
     check = config.monitor.check
-    needed = (needs_answer(config.reward) and not scores_itself(config)) or (check is not None and needs_answer(check))
+    context.own_reward |= scores_itself(config)
+    needed = (needs_answer(config.reward) and not context.own_reward) or (check is not None and needs_answer(check))
     measure = Measure()
     if template is not None:
         measure = Measure(lambda: template, prompt_identity(data, config.model.tokenizer or config.model.path))
@@ -47,7 +48,7 @@ def check_rows(context: CheckContext) -> Iterator[Finding]:
     except DataError as error:
         yield Finding("data", "files", "fail", str(error), "dapo data check FILES says what is in a file")
         return
-    troubles = [*_bad_rows(found, config), *_repeated_rows(found, config)]
+    troubles = [*_bad_rows(found, config, context.own_reward), *_repeated_rows(found, config)]
     yield from troubles
     failed = any(one.status == "fail" for one in troubles)
     if not failed:
@@ -76,7 +77,7 @@ def _told(name: str, count: int, text: str, fix: str, fails: bool = False) -> It
         yield Finding("data", name, "fail" if fails else "warn", text, fix)
 
 
-def _bad_rows(found: CheckReport, config: Config) -> Iterator[Finding]:
+def _bad_rows(found: CheckReport, config: Config, own_reward: bool) -> Iterator[Finding]:
     """Rows that cannot be used, or hold what they should not."""
     data, train, held_out = config.data, found.train, found.evaluation
     rows, bad = sum(report.rows for report in train), sum(report.bad for report in train)
@@ -92,7 +93,7 @@ def _bad_rows(found: CheckReport, config: Config) -> Iterator[Finding]:
             count = sum(number for number, _ in told)
             first = "".join(example for _, examples in told[:1] for example in examples[:1])
             yield from _told(name, count, f"{key}: {count:,} rows {what}, such as {first}", fix)
-    unanswered = sum(report.missing_answers for report in train) if bad < rows else 0
+    unanswered = sum(report.missing_answers for report in train) if bad < rows and not own_reward else 0
     text = f"data.train: {unanswered:,} of {rows:,} rows have no answer under {data.answer_key!r}; the reward gets None"
     yield from _told("answers", unanswered, text, "data.answer_key=KEY, if the file calls it otherwise")
     if too_long := sum(report.too_long or 0 for report in train):

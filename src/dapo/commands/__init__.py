@@ -75,15 +75,17 @@ def _root(
     pass
 
 
-_COMMANDS = (  # in the order of --help
-    *(train.train, doctor.doctor, plan.plan, evaluate.evaluate, generate.generate, serve.serve, inspect_command),
-    *(ui_command, config.config, demo_command, replay_command, report_command, votes.votes, stage.sft, stage.dpo),
-    *(stage.phases, compare.compare, rank.rank, distil.distil, quantise.quantise),
-)
-for _command in _COMMANDS:
-    app.command(epilog=EXIT_CODES)(_command)
-app.add_typer(data.app, name="data")
-app.add_typer(reward_app, name="reward")
-app.command("filter", epilog=EXIT_CODES)(rank.filter_responses)
-app.command("reward-model", epilog=EXIT_CODES)(stage.reward_model)
-app.command("reward-server", epilog=EXIT_CODES)(reward_server.reward_server)
+_COMMANDS = {  # in the order of --help
+    "Train": (train.train, stage.sft, stage.dpo, stage.reward_model, stage.phases, compare.compare, demo_command),
+    "Before a training": (doctor.doctor, plan.plan, config.config),
+    "Look into runs": (ui_command, inspect_command, report_command, replay_command, votes.votes),
+    "Use a model": (evaluate.evaluate, generate.generate, serve.serve, quantise.quantise),
+    "Rank": (rank.rank, rank.filter_responses, distil.distil),
+    "Data and rewards": (reward_server.reward_server,),
+}
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        _name = "filter" if _command is rank.filter_responses else None
+        app.command(_name, epilog=EXIT_CODES, rich_help_panel=_panel)(_command)
+app.add_typer(data.app, name="data", rich_help_panel="Data and rewards")
+app.add_typer(reward_app, name="reward", rich_help_panel="Data and rewards")

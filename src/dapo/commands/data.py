@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dapo.config.data import DataItem
     from dapo.data.check import CheckReport, FileReport, Measure
 
-app = typer.Typer(no_args_is_help=True, help="Look into data files.")
+app = typer.Typer(no_args_is_help=True, help="Check and clean data files; take prompts and feedback over HTTP.")
 _BAR = 40
 
 

@@ -84,10 +84,10 @@ def evaluate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the results only.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval. A reward model is
-    measured on rows of pairs or rankings.
+    """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval.
 
-    What counts is, from the weakest to the strongest: defaults, the recipe, the benchmark, options and keys.
+    A reward model, or a recipe with a reward, is measured on rows of pairs or rankings. What counts is, from the
+    weakest to the strongest: defaults, the recipe, the benchmark, options and keys.
     """
     with errors_for_people(debug):
         from dapo.commands.drift import drift_of_policy, drift_of_ranker, ranks

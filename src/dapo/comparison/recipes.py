@@ -50,7 +50,7 @@ class Variant:
             )
         for config in found.values():
             require_secrets(config.model_dump(mode="json"), self.recipe, "as section.key=value")
-            require_files(config)
+            require_files(config, existing_recipe(self.recipe))
         return {
             name: with_values(config.model_copy(update={"seed": seed}), {"run.if_exists": "fail"})
             for name, config in found.items()

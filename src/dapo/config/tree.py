@@ -250,12 +250,11 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
             "algorithm.objective: gspo has one ratio for a whole response, and ppo an advantage for each token; use "
             "objective=dapo or cispo, or algorithm.kind=group"
         )
-    mixed = {"algorithm.filter_groups.enable": (algorithm.filter_groups.enable, False)}
-    mixed |= {"data.sampling": (config.data.sampling, "uniform")}
-    for key, (given, works) in mixed.items() if config.rollout.samples_per_prompt < 2 else ():
-        if given != works:
-            told = "one sample is never right and wrong, which it looks for"
-            yield f"{key}: {told}; use {str(works).lower()} or rollout.samples_per_prompt=2"
+    asked = {"algorithm.filter_groups.enable=false": algorithm.filter_groups.enable}
+    for works, mixed in (asked | {"data.sampling=uniform": config.data.sampling == "difficulty"}).items():
+        if mixed and config.rollout.samples_per_prompt < 2:
+            key = works.partition("=")[0]
+            yield f"{key}: one sample is never right and wrong; use {works} or rollout.samples_per_prompt=2"
     if config.rollout.max_staleness:
         yield (
             f"rollout.max_staleness: is {config.rollout.max_staleness}, but values of a critic are of samples of the "
@@ -371,6 +370,8 @@ def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
             f"algorithm.clip_ratio_high={high:g} is wide for gspo: the ratio of a whole response is a mean over its "
             "tokens and stays near 1, so nothing is clipped; the paper has 3e-4 and 4e-4 (recipes/method/gspo.yaml)"
         )
+    if config.algorithm.objective == "gspo" and config.algorithm.loss_agg_mode != "seq-mean-token-mean":
+        found.append("algorithm.loss_agg_mode: gspo is a mean over responses; use seq-mean-token-mean")
     rewards = config.reward.rewards.values() if config.reward.kind == "compose" else (config.reward,)
     if config.runtime.deterministic and any(reward.kind == "model" for reward in rewards):
         found.append(

@@ -59,6 +59,7 @@ class DifficultyStream(Stream):
     def next(self) -> int:
         if 2 * len(self._busy) >= len(self.rows) - len(self._out):  # what is left would be drawn for no reason but that
             self._busy.clear()
+            self._expected = 0.0
         while True:
             at = point(self._seed, "difficulty", self._number, self._draws)
             self._draws += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, pstdev
 
 from dapo.algorithm.shaping import overlong_penalty
@@ -125,35 +125,26 @@ def _trained(groups: Sequence[Group], config: Config) -> dict[str, float]:
     kept = [s for g in groups for s in g.scored]
     if not kept:
         return {}
+    tokens = [s.loss_tokens for s in kept]
+    hard = config.algorithm.overlong_hard_punishment
+    stakes = sum(abs(s.advantage) * n for s, n in zip(kept, tokens, strict=True))
     return {
         "reward/shaped_mean": fmean(s.shaped_reward for s in kept),
-        "reward/overlong": fmean(_punished(s, config) for s in kept),
-        "advantage/mean_abs": _token_mean((abs(s.advantage), s.loss_tokens) for s in kept),
+        "reward/overlong": fmean(soft_penalty(s, config) < 0 or (hard and s.truncated) for s in kept),
+        "advantage/mean_abs": stakes / max(sum(tokens), 1),
     }
 
 
-def _punished(sample: Sample, config: Config) -> bool:
-    """Whether its length lowered the reward. (Not told from the shaped reward, which may have a KL inside.)"""
-    buffer = config.algorithm.overlong_buffer
-    soft = buffer.enable and overlong_penalty(
-        sample.length,
-        max_response_length=config.rollout.max_response_length,
-        buffer_len=buffer.len,
-        penalty_factor=buffer.penalty_factor,
-    )
-    return soft < 0 or (config.algorithm.overlong_hard_punishment and sample.truncated)
+def soft_penalty(sample: Sample, config: Config) -> float:
+    """What its length took off the reward. (Not told from the shaped reward, which may have a KL inside.)"""
+    buffer, longest = config.algorithm.overlong_buffer, config.rollout.max_response_length
+    how = {"max_response_length": longest, "buffer_len": buffer.len}
+    return overlong_penalty(sample.length, **how, penalty_factor=buffer.penalty_factor) if buffer.enable else 0.0
 
 
 def _path_element(name: str) -> str:
     """A part's name as one path element: a user may call a part anything."""
     return "_".join(name.replace("/", "_").split()) or "_"
-
-
-def _token_mean(values: Iterable[tuple[float, int]]) -> float:
-    total, tokens = 0.0, 0
-    for value, length in values:
-        total, tokens = total + value * length, tokens + length
-    return total / tokens if tokens else 0.0
 
 
 def _groups(rollout: RolloutBatch) -> dict[str, float]:

@@ -66,14 +66,15 @@ def agreement(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) ->
 
 def least_sure(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]], most: int) -> list[dict[str, Any]]:
     """The pairs that a label would teach the ranker most: of each row the two best, those with the least difference of
-    scores first. A row is asked about once."""
-    found = list[dict[str, Any]]()
+    scores first. What several rows hold is asked about once."""
+    found = dict[str, dict[str, Any]]()
     for row, several in zip(rows, scored, strict=True):
         two = list({one.text: one.score for one in best_first(several) if one.score is not None}.items())[:2]
         if len(two) == 2:
             (first, high), (second, low) = two
-            found.append({"prompt": row.prompt, "candidates": [first, second], "margin": high - low})
-    return sorted(found, key=lambda one: float(one["margin"]))[:most]
+            line = {"prompt": row.prompt, "candidates": [first, second]}
+            found[repr(line)] = line | {"margin": high - low}
+    return sorted(found.values(), key=lambda one: float(one["margin"]))[:most]
 
 
 def summary(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) -> dict[str, Any]:

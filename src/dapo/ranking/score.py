@@ -23,6 +23,7 @@ from dapo.config.reading import apply_overrides, with_values
 from dapo.config.stages import RewardModelConfig, build_stage, load_stage, stage_named
 from dapo.errors import ConfigError, RewardError
 from dapo.inference.found_model import FoundModel, find_model
+from dapo.model.hub import require_at_hand
 from dapo.ranking.rows import Candidates
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher
@@ -173,6 +174,7 @@ def _implicit(
     trained: Any = load_stage("dpo", found.recipe, given) if by_dpo and found.recipe else build_stage("dpo", tree)
     reference = reference or (trained.model.path if by_dpo else None)
     if reference is None:
+        require_at_hand("ranker", found.path)
         raise ConfigError(
             f"{found.path}: is a language model, and its probabilities alone rank nothing (a likely text is no better "
             "one); give a reward model, or with --reference the policy that DPO began with"

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dapo.algorithm.gae import ValueObjective, ValueTokens
-from dapo.algorithm.objective import token_weights
 from dapo.config import Config, TrainingConfig
 from dapo.errors import ModelError
 from dapo.model.adapters import has_adapter
@@ -103,12 +102,9 @@ class Critic:
 
     def inputs(self, mini: TokenBatch) -> ValueTokens:
         """Of a mini-batch with ``values`` and ``returns``: each loss token weighs the same."""
-        ids = torch.from_numpy(mini.sample_ids)
-        mask, number = torch.from_numpy(mini.mask), mini.num_samples
-        weights = token_weights("token-mean", mask=mask, sample_ids=ids, group_ids=ids, num_samples=number)
-        device = self.trainer.device
-        old, returns = (upload(mini.columns[name], device) for name in ("values", "returns"))
-        return ValueTokens(weights.to(device), old, returns)
+        weights = (mini.mask / max(mini.mask.sum(), 1)).astype(np.float32)
+        given = (weights, mini.columns["values"], mini.columns["returns"])
+        return ValueTokens(*(upload(column, self.trainer.device) for column in given))
 
     def learn(self, mini: TokenBatch, out_of_time: Callable[[], bool]) -> Mapping[str, tuple[float, float]]:
         """Make the update of a mini-batch, unless it was made (:attr:`ahead`), and return its statistics."""

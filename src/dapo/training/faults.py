@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dapo.records import IntArray, TokenBatch
-from dapo.training.micro_batch import micro_batches, select_tokens
+from dapo.training.micro_batch import MicroBatch, micro_batches, select_tokens
 from dapo.training.objective_protocol import Objective, unit_of
 from dapo.training.policy import Policy
 from dapo.util.files import new_folder, write_json
@@ -147,7 +147,7 @@ def diagnose(
         what, tokens = _bad_tokens(logprobs, entropy, part.batch, cut, objective)
         bad[part.index.cpu()[tokens]] = True
         if first is None and len(tokens):
-            first = _first_token(what, int(tokens[0]), part.batch, cut, batch)
+            first = _first_token(what, int(tokens[0]), part, cut, batch)
     policy.held.end_passes()
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     not_finite = [name for name, gradient in reversed(gradients.items()) if not _finite(gradient)]
@@ -206,13 +206,13 @@ def _slopes(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objectiv
     return sum((slope for slope in found if slope is not None), torch.zeros_like(logprobs))
 
 
-def _first_token(what: str, place: int, part: TokenBatch, inputs: Any, whole: TokenBatch) -> BadToken:
-    sample = int(part.sample_ids[place])
-    draw, index = int(part.draws[sample]), int(part.indices[sample])
-    start = int(part.response_lengths[:sample].sum())
+def _first_token(what: str, place: int, part: MicroBatch, inputs: Any, whole: TokenBatch) -> BadToken:
+    at = int(part.index[place])
+    sequence = int(whole.sample_ids[at])
+    draw, index = int(whole.draws[sequence]), int(whole.indices[sequence])
+    token = at - int(whole.response_lengths[:sequence].sum())
     given = next((name for name, values in _tensors(inputs).items() if not _finite(values[place])), None)
-    sequence = int(np.flatnonzero((whole.draws == draw) & (whole.indices == index))[0])
-    return BadToken(what, sequence, draw, index, place - start, given)
+    return BadToken(what, sequence, draw, index, token, given)
 
 
 @dataclass(slots=True)

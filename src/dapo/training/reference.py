@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 
+from dapo.errors import ConfigError
+from dapo.model.adapters import adapter_parameters
 from dapo.model.loading import copy_model
 from dapo.records import TokenBatch
 from dapo.training.policy import Policy
 
 
 def reference_policy(policy: Policy, kept: Literal["copy", "base", "offload"]) -> Policy:
-    """``policy`` as it is now, for good: a copy, or one in main memory. ``base``: the model under its adapter."""
+    """``policy`` as it is now, for good: a copy, or one in main memory. ``base``: the model under its adapter.
+    Raises ConfigError: that is another policy."""
     if kept == "copy":
         return policy.frozen_copy()
-    how: dict[str, Any] = {
-        "temperature": policy.temperature,
-        "tokens_per_micro_batch": policy.tokens_per_micro_batch,
-        "compute_dtype": policy.compute_dtype,
-        "held": policy.held,
-    }
+    how: dict[str, Any] = {one.name: getattr(policy, one.name) for one in fields(policy)}
     if kept == "base":
-        return _Base(policy.model, **how)
-    return _Offloaded(copy_model(policy.model, device=torch.device("cpu")), **how, home=str(policy.device))
+        adds = (p for name, p in adapter_parameters(policy.model).items() if ".lora_B." in name)
+        if any(bool(p.any()) for p in adds):
+            raise ConfigError(
+                "algorithm.kl.reference: base is the model under its adapter, but the adapter of model.path changes "
+                "it, so the base is not the policy that the run begins with; use reference=copy"
+            )
+        return _Base(**how)
+    how["model"] = copy_model(policy.model, device=torch.device("cpu"))
+    return _Offloaded(**how, home=str(policy.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

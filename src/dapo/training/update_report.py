@@ -81,8 +81,8 @@ class UpdateReport:
 
 def no_update(batch: TokenBatch, learning_rate: float, why: str) -> UpdateReport:
     """Of a mini-batch from which the policy learned nothing, as it was not meant to."""
-    nothing: dict[str, Any] = dict.fromkeys(("loss", "grad_norm"), 0.0)
-    nothing |= dict.fromkeys(("seconds_forward", "seconds_backward", "seconds_optimizer"), 0.0)
+    names = "loss grad_norm seconds_forward seconds_backward seconds_optimizer"
+    nothing: dict[str, Any] = dict.fromkeys(names.split(), 0.0)
     return UpdateReport(
         **nothing,
         learning_rate=learning_rate,

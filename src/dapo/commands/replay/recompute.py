@@ -12,9 +12,9 @@ import torch
 
 from dapo.algorithm.admission import GroupVerdict, judge
 from dapo.algorithm.objective import DapoObjective, TokenInputs, policy_ratio
-from dapo.algorithm.shaping import overlong_penalty
 from dapo.commands.replay.stored import StoredStep
 from dapo.config import Config
+from dapo.orchestrator.step_metrics import soft_penalty
 from dapo.records import Group, Sample, TokenBatch
 from dapo.training.learner import loss_weights
 from dapo.training.micro_batch import MicroBatch, micro_batch, select_tokens
@@ -103,18 +103,9 @@ def sample_as_json(draw: int, sample: Sample, config: Config) -> dict[str, Any]:
 
 
 def _penalty(sample: Sample, config: Config) -> float:
-    algorithm = config.algorithm
-    buffer = algorithm.overlong_buffer
-    if algorithm.overlong_hard_punishment:
+    if config.algorithm.overlong_hard_punishment:
         return -1.0 - sample.verdict.value if sample.truncated else 0.0
-    if not buffer.enable:
-        return 0.0
-    return overlong_penalty(
-        sample.length,
-        max_response_length=config.rollout.max_response_length,
-        buffer_len=buffer.len,
-        penalty_factor=buffer.penalty_factor,
-    )
+    return soft_penalty(sample, config)
 
 
 def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, Any]]:

@@ -20,10 +20,10 @@ def report(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write what a run learned, what it cost and how to do it again: report.html, and report.md with plots. Of a folder
-    of dapo compare, what came of the comparison.
+    """Write what a run learned, what it cost and how to do it again: report.html, and report.md with plots.
 
-    Works while the run is at work, too. The HTML file needs no other file and no network.
+    Of a folder of dapo compare it tells what came of the comparison. Works while the run is at work, too. The HTML
+    file needs no other file and no network.
     """
     with errors_for_people(debug):
         from dapo.comparison.folder import is_comparison
