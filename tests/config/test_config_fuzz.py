@@ -66,7 +66,8 @@ def misspelt_key(text: str, rng: random.Random) -> Mutant:
     key = re.match(r"\s*(\w+):", lines[place])
     assert key is not None
     at = rng.randrange(key.start(1), key.end(1))
-    changed = lines[place][:at] + rng.choice("qxz") + lines[place][at + rng.randint(0, 1) :]
+    other = rng.choice([letter for letter in "qxz" if letter != lines[place][at]])
+    changed = lines[place][:at] + other + lines[place][at + rng.randint(0, 1) :]
     lines[place] = changed
     return "\n".join(lines) + "\n", []
 

@@ -54,6 +54,7 @@ def test_they_mix_with_files_and_what_cannot_be_made_is_named(file, tmp_path):
     assert open_procedural("rows.jsonl") is None and open_procedural("owner/name") is None
 
 
+@pytest.mark.nightly
 def test_tasks_of_reasoning_gym_and_their_own_check():
     pytest.importorskip("reasoning_gym")
     path = "reasoning_gym:leg_counting?size=50&seed=1&max_animals=4"
