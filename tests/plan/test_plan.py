@@ -241,6 +241,18 @@ def test_a_step_by_its_parts() -> None:
     assert hosts.seconds()["update"] == pytest.approx(hosts.network()), "a slow network, not the products"
 
 
+def test_a_critic_has_passes_updates_and_a_checkpoint_of_its_own() -> None:
+    base, ppo = estimated("H200"), estimated("H200", "algorithm.kind=ppo")
+    one_pass = base.seconds()["update"] / 3
+    assert ppo.seconds()["annotate"] - base.seconds()["annotate"] == pytest.approx(one_pass, rel=0.1)
+    assert ppo.seconds()["update"] == pytest.approx(2 * base.seconds()["update"])
+    assert ppo.disk(10, 1.0)["checkpoint"] == 2 * base.disk(10, 1.0)["checkpoint"]
+    assert any("critic" in text for text in ppo.assumptions())
+    shared = estimated("H200", "algorithm.kind=ppo", "algorithm.critic.share_backbone=true")
+    assert shared.seconds()["update"] == pytest.approx(4 / 3 * base.seconds()["update"], rel=0.1)
+    assert shared.memory().critic == 0 < ppo.memory().critic
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 

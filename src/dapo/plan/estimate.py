@@ -279,8 +279,10 @@ class Estimate:
         beside = apart(config) and config.ahead > 0
         by_ray = apart(config) and config.runtime.kind == "ray"
         speed = self.ranks * rates["update"] * card.operations / (BESIDE if beside and not by_ray else 1.0)
-        passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off")
+        ppo = config.algorithm.kind == "ppo"
+        passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off") + ppo
         forward, both = self.operations()
+        both += (both if self.critics else forward) * ppo
         moments = 8 * trained / self.ranks * config.updates_per_step if config.training.offload_optimizer else 0.0
         by_store = by_ray and config.runtime.sync == "objects"
         moved = 2 * trained / STORE if by_store else self.cluster.exchange(2 * trained)
@@ -294,6 +296,13 @@ class Estimate:
         }
         others = sum(found.values()) - found["rollout"]
         return found | {"step": max(found["rollout"], others) if beside else found["rollout"] + others}
+
+    @property
+    def critics(self) -> int:
+        """Models beside the policy that are trained with it and kept in checkpoints: PPO's critic, supposed of its
+        size, if it has a backbone of its own."""
+        algorithm = self.config.algorithm
+        return int(algorithm.kind == "ppo" and not algorithm.critic.share_backbone)
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -320,14 +329,14 @@ class Estimate:
     def disk(self, steps: int, tokens: float) -> dict[str, float]:
         """Bytes of a checkpoint, and of the whole run, in each of whose steps so many tokens are sampled."""
         trained, saved = trained_of(self.shape), float(self.config.run.save_samples)
-        checkpoint = checkpoint_bytes(trained)
+        checkpoint = checkpoint_bytes(trained) * (1 + self.critics)
         samples = saved * steps * tokens * BYTES_PER_TOKEN
         return {"checkpoint": checkpoint, "run": checkpoints_kept(self.config) * checkpoint + 8 * trained + samples}
 
     def main_memory(self) -> float:
         """Bytes of a host: processes, a checkpoint on its way to disk, moments and reward workers."""
         here, reward = min(self.ranks, self.cluster.gpus), self.config.reward
-        snapshot = checkpoint_bytes(trained_of(self.shape)) * here / self.ranks
+        snapshot = checkpoint_bytes(trained_of(self.shape)) * (1 + self.critics) * here / self.ranks
         workers = getattr(reward, "workers", 0) * getattr(reward, "memory_mb", 0) * 2**20
         return here * (PROCESS + self.memory().host) + snapshot + workers
 
@@ -362,6 +371,8 @@ class Estimate:
             yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
         if self.config.rollout.engine != "native" or self.config.reward.kind == "model":
             yield "other engines and reward models are not in it: the native engine is planned for, and no reward model"
+        if self.config.algorithm.kind == "ppo":
+            yield "the critic: of the policy's size, and as long at each pass; no run of PPO was measured for this"
         if apart(self.config):
             own = f"{self.engine_needed / GIB:.1f} GiB for weights and one sample, and all the rest for keys and values"
             yield f"memory is that of a GPU that trains; one that samples takes {own}"
