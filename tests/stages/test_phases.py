@@ -138,6 +138,40 @@ def test_what_a_later_phase_names_is_looked_at_before_the_first_one(here, change
     assert not Path("runs/method").exists()
 
 
+def test_a_dry_run_checks_all_phases_and_writes_nothing(here):
+    def plan(*words):
+        before = sorted(map(str, here.rglob("*")))
+        done = CliRunner().invoke(app, ["phases", "method.yaml", "--dry-run", *words])
+        assert sorted(map(str, here.rglob("*"))) == before
+        return done
+
+    by_epoch = ("phases.sft.training.steps=null", "phases.sft.training.epochs=0.5")
+    done, rows = plan(*by_epoch), len(ROWS["sft"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines() == [
+        f"phase sft: begins; sft from tiny, {-(-rows // 8)} steps, in runs/method/sft",
+        "phase reward: begins; reward_model from runs/method/sft/model-after, 2 steps, in runs/method/reward",
+        "phase rl: begins; dapo from runs/method/sft/model-after, 1 step, in runs/method/rl",
+    ]
+    done = plan("phases.rl.data.train=gone.jsonl")
+    assert done.exit_code == 2 and "phases.rl: data.train" in done.output and not done.stdout
+    invoke(*by_epoch)
+    shutil.rmtree(here / "runs/method/rl")
+    assert plan(*by_epoch).exit_code == 2  # it is there already
+    said = plan(*by_epoch, "--resume", "phases.reward.training.steps=3").stdout
+    assert re.findall(r"phase (\w+): ([\w ]+);", said) == [
+        ("sft", "done before"),
+        ("reward", "goes on"),
+        ("rl", "begins"),
+    ]
+
+
+@pytest.mark.parametrize("command", [["train"], ["rank"], ["reward-server"]])
+def test_who_needs_one_run_names_the_command_of_phases(here, command):
+    done = CliRunner().invoke(app, [*command, "method.yaml", *(["sft.jsonl"] if command == ["rank"] else [])])
+    assert done.exit_code == 2 and "what would work: dapo phases method.yaml" in done.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize(("name", "stage"), [("sft", "sft"), ("dpo", "dpo"), ("reward-model", "reward_model")])
 def test_the_recipes_to_begin_with_can_be_read(name, stage):
     folder = Path(__file__).parents[2] / "recipes/method"

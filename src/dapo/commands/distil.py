@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dapo.commands.rank import RankerName
+from dapo.commands.rank import RankerName, Reference
 from dapo.commands.shared import options
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.train import stopped_by_signals
@@ -29,9 +29,7 @@ def distil(
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Imitate all that pass this filter in place of the best.")
     ] = None,
-    reference: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Of a ranker by DPO's implicit reward.")
-    ] = None,
+    reference: Reference = None,
     gold: Annotated[
         str | None, typer.Option(metavar="REWARD", help="Kind or recipe of a reward that tells what is right.")
     ] = None,
@@ -45,7 +43,7 @@ def distil(
     quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
-    """Teach POLICY what a ranker chooses from its samples, and say how much of the gain of best-of-n it keeps.
+    """Teach POLICY what RANKER chooses from its samples, and say how much of the gain of best-of-n it keeps.
 
     SECTION.KEY=VALUE are keys of the stage (dapo sft, dapo dpo), such as training.steps=50.
     """

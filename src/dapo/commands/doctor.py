@@ -38,7 +38,7 @@ def doctor(
     """Check RECIPE and all that it names: data, model, tokenizer, reward, memory, disk. Starts and writes nothing.
 
     Each line is pass, warn, fail or skip (what could not be checked), with what to do. Nothing is downloaded. RECIPE
-    may be that of a stage (dapo sft, dpo, reward-model).
+    may be that of a stage (dapo sft, dpo, reward-model); phases are checked by dapo phases --dry-run.
 
     Exit code 0 without a failure, 2 if recipe or data have one, 1 if only model, reward or machine do.
     """

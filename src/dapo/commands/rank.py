@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RankerName = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL",
+        metavar="RANKER",
         help="Reward model or the run that made it, run of dapo dpo, recipe with a reward, or kind of reward.",
     ),
 ]
@@ -33,14 +33,14 @@ Words = Annotated[
     typer.Argument(metavar="[FILES] [REWARD.KEY=VALUE]", help="Files of rows with responses, and keys to change."),
 ]
 Reference = Annotated[
-    str | None, typer.Option(metavar="POLICY", help="What DPO began with, where MODEL is a policy without its run.")
+    str | None, typer.Option(metavar="POLICY", help="What DPO began with, where RANKER is a policy without its run.")
 ]
 Rows = Annotated[int | None, typer.Option(min=1, metavar="N", help="The first so many rows of each file.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the lines there, and print a summary.")]
 
 
 def rank(
-    model: RankerName,
+    ranker: RankerName,
     words: Words = None,
     reference: Reference = None,
     rows: Rows = None,
@@ -58,7 +58,7 @@ def rank(
         from dapo.ranking.measures import least_sure, summary, summary_lines
         from dapo.ranking.score import best_first
 
-        load, files = _opened(model, words, reference, output)
+        load, files = _opened(ranker, words, reference, output)
         found, scored = _scored(load(), files, rows)
         pairs = zip(found, scored, strict=True)
         ranked = (_line(row, ranking=[one.told for one in best_first(several)]) for row, several in pairs)
@@ -67,7 +67,7 @@ def rank(
 
 
 def filter_responses(
-    model: RankerName,
+    ranker: RankerName,
     words: Words = None,
     reference: Reference = None,
     labelled: Annotated[
@@ -100,17 +100,17 @@ def filter_responses(
         from dapo.ranking.rows import EVERY
 
         _check_options(labelled, precision, recall, calibration, threshold)
-        load, files = _opened(model, words, reference, output, needs_files=not labelled)
+        load, files = _opened(ranker, words, reference, output, needs_files=not labelled)
         if labelled:
             goal, wanted = ("precision", precision) if precision is not None else ("recall", recall)
             found = _calibrations(load(), labelled, goal, wanted or 0.0)
             thresholds = {name: one.threshold for name, one in found.items()}
             if calibration is not None:
                 require_writable("--calibration", calibration)
-                write_calibrations(calibration, model, found)
+                write_calibrations(calibration, ranker, found)
             _say(_told(found), output if files else calibration or Path())
         else:
-            thresholds = {EVERY: threshold or 0.0} if calibration is None else read_thresholds(calibration, model)
+            thresholds = {EVERY: threshold or 0.0} if calibration is None else read_thresholds(calibration, ranker)
         if files:
             given, scored = _scored(load(), files, rows)
             kept = passing(given, scored, thresholds)
@@ -134,7 +134,7 @@ def _check_options(
 
 
 def _opened(
-    model: str, words: list[str] | None, reference: str | None, output: Path | None, needs_files: bool = True
+    ranker: str, words: list[str] | None, reference: str | None, output: Path | None, needs_files: bool = True
 ) -> tuple[Callable[[], Scorer], list[str]]:
     """What loads the ranker, which is used once, and the files."""
     from dapo.ranking.score import load_ranker
@@ -144,7 +144,7 @@ def _opened(
         raise ConfigError("FILES: required but not given: rows with a prompt and responses, as JSON lines or Parquet")
     if output is not None:
         require_writable("--output", output)
-    return partial(load_ranker, model, reference=reference, overrides=overrides), files
+    return partial(load_ranker, ranker, reference=reference, overrides=overrides), files
 
 
 def _scored(ranker: Scorer, files: Sequence[str], rows: int | None) -> tuple[list[Candidates], list[list[Scored]]]:

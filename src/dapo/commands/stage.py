@@ -13,7 +13,7 @@ from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, complete_run, is_setting
 from dapo.commands.train import stopped_by_signals
 from dapo.errors import ConfigError
-from dapo.util.terminal import Terminal
+from dapo.util.terminal import Terminal, counted
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -59,15 +59,21 @@ def phases(
     recipe: Annotated[str, typer.Argument(help="YAML file with phases.", metavar="RECIPE")],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on: phases that are done stay as they are.")] = False,
+    dry_run: DryRun = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Run several stages one after the other, such as sft, reward_model and dapo, as phases.NAME of RECIPE say."""
-    with errors_for_people(debug, output_is_result=False):
+    with errors_for_people(debug, output_is_result=dry_run):
         from dapo.observe.progress import make_listener
-        from dapo.stages.phases import REPORT, load_phases, run_phases
+        from dapo.stages.phases import REPORT, check_phases, load_phases, run_phases
 
         root, found = load_phases(recipe, overrides or ())
+        if dry_run:
+            for name, (config, state) in check_phases(root, found, resume).items():
+                kind, steps = getattr(config, "stage", "dapo"), counted(config.training.steps, "step")
+                print(f"phase {name}: {state}; {kind} from {config.model.path}, {steps}, in {root / name}")
+            return
         again = f"dapo phases {recipe} --resume"
         with closing(make_listener(quiet)) as listener, stopped_by_signals(again=again) as shutdown:
             run_phases(root, found, listener, resume, shutdown)

@@ -31,14 +31,19 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError: with every problem found, each with file, line and key."""
     path = existing_recipe(recipe)
     tree, where = read_recipe(path, overrides)
-    if isinstance(stage := "phases" if "phases" in tree else tree.get("stage"), str):
-        command = f"dapo {stage.replace('_', '-')}"
-        raise ConfigError(f"{path}: is a recipe of {command}; what would work: {command} {path}")
+    _require_run(tree, path)
     if tree.get("run") is None:
         tree["run"] = {}
     if isinstance(tree["run"], dict) and tree["run"].get("dir") is None:
         tree["run"]["dir"] = f"runs/{path.stem}"
     return beside(build_config(tree, str(path), where), path.parent)
+
+
+def _require_run(tree: Mapping[str, Any], path: Path) -> None:
+    """Raises ConfigError: it is the recipe of a stage or of phases."""
+    if isinstance(stage := "phases" if "phases" in tree else tree.get("stage"), str):
+        command = f"dapo {stage.replace('_', '-')}"
+        raise ConfigError(f"{path}: is a recipe of {command}; what would work: {command} {path}")
 
 
 def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> RewardConfig:
@@ -56,6 +61,7 @@ def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> Re
         apply_overrides(tree, overrides, where)
     elif os.path.exists(path):  # noqa: PTH110
         found, where = read_recipe(path, overrides)
+        _require_run(found, path)
         source = name
         tree = {key: value for key, value in found.items() if key == "reward" or key not in Config.model_fields}
     else:

@@ -22,7 +22,10 @@ from dapo.util.files import write_atomic
 from dapo.util.shutdown import Shutdown
 
 REPORT = "report.md"
+BEGINS, GOES_ON, DONE = "begins", "goes on", "done before"
 _KEYS = ("phases", "dir")
+Begun = dict[str, tuple[StageConfig | Config, str]]
+"""By name, in their order: the phase as it goes on, and whether it begins, goes on, or was done before."""
 
 
 def load_phases(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Path, dict[str, StageConfig | Config]]:
@@ -81,21 +84,17 @@ def run_phases(
 
     found: dict[str, Any] = {}
     trained = ""
-    begun = {name: _as_begun(RunFolder(root / name), config, resume) for name, config in phases.items()}  # all, at once
-    _check(root, begun)
-    for name, (config, there) in begun.items():
+    for name, (config, state) in check_phases(root, phases, resume).items():
         folder = RunFolder(root / name)
-        if there:
-            view = RunView.read(folder.root)
-            if view.state == "finished" and view.config["training"]["steps"] == config.training.steps:
-                listener.phase(f"phase {name}: done before")
-                if trained:
-                    listener.warning(f"phase {name} is not done again after {trained}; for that remove {folder.root}")
-                found[name] = view.summary
-                continue
+        if state == DONE:
+            listener.phase(f"phase {name}: done before")
+            if trained:
+                listener.warning(f"phase {name} is not done again after {trained}; for that remove {folder.root}")
+            found[name] = RunView.read(folder.root).summary
+            continue
         listener.phase(f"phase {name}")
         trained = name
-        again = RunOverrides(resume=folder if there else None)
+        again = RunOverrides(resume=folder if state == GOES_ON else None)
         if isinstance(config, Config):
             found[name] = run_experiment(config, listener, again, shutdown)
         else:
@@ -104,19 +103,22 @@ def run_phases(
     return found
 
 
-def _as_begun(folder: RunFolder, config: StageConfig | Config, resume: bool) -> tuple[StageConfig | Config, bool]:
-    """The phase as it goes on in ``folder``, and whether it is there. Raises ConfigError: it is another one there."""
+def _as_begun(folder: RunFolder, config: StageConfig | Config, resume: bool) -> tuple[StageConfig | Config, str]:
+    """Raises ConfigError: it is another one there."""
     from dapo.orchestrator.resume import check_resumable
     from dapo.stages.run import as_begun
 
     if not is_run(folder.root):
-        return config, False
+        return config, BEGINS
     if not resume:
         raise ConfigError(f"{folder.root}: is there already; --resume goes on, or give another dir=FOLDER")
-    if not isinstance(config, Config):
-        return as_begun(folder, config), True
-    check_resumable(folder, config)
-    return config, True
+    if isinstance(config, Config):
+        check_resumable(folder, config)
+    else:
+        config = as_begun(folder, config)
+    view = RunView.read(folder.root)
+    done = view.state == "finished" and view.config["training"]["steps"] == config.training.steps
+    return config, DONE if done else GOES_ON
 
 
 class _Silent(QuietListener):
@@ -124,17 +126,18 @@ class _Silent(QuietListener):
         """The phase says it again."""
 
 
-def _check(root: Path, begun: Mapping[str, tuple[StageConfig | Config, bool]]) -> None:
+def check_phases(root: Path, phases: Mapping[str, StageConfig | Config], resume: bool) -> Begun:
     """Look at files, keys, rows and tokenizer of all phases that are to come. A model that a phase is to leave has the
-    tokenizer of the one that it begins with. Raises UserError: what is wrong, and in which phase."""
+    tokenizer of the one that it begins with. Nothing is written. Raises UserError: what is wrong, in which phase."""
     from dapo.orchestrator.build import Setup
     from dapo.stages.run import StageSetup
 
+    begun = {name: _as_begun(RunFolder(root / name), config, resume) for name, config in phases.items()}  # all, at once
     made: dict[str, tuple[str, bool]] = {}  # by path: the model it comes from, and whether it is a reward model
-    for name, (config, there) in begun.items():
+    for name, (config, state) in begun.items():
         base, scores = made.get(config.model.path, (config.model.path, False))
         made[str(root / name / "model-after")] = base, isinstance(config, RewardModelConfig)
-        if there:
+        if state != BEGINS:
             continue
         looked: Any = with_values(config, {"model.path": base})
         try:
@@ -142,7 +145,8 @@ def _check(root: Path, begun: Mapping[str, tuple[StageConfig | Config, bool]]) -
                 raise ConfigError(f"model.path: {config.model.path} will be a reward model, which is for reward.path")
             require_files(looked)
             if not isinstance(config, Config):
-                StageSetup.of(looked, _Silent(), RunOverrides())
+                steps = StageSetup.of(looked, _Silent(), RunOverrides()).config.training.steps
+                begun[name] = with_values(config, {"training.steps": steps, "training.epochs": None}), state
                 continue
             Setup.of(looked, _Silent(), RunOverrides())
             for reward in plain_rewards(config.reward):
@@ -153,6 +157,7 @@ def _check(root: Path, begun: Mapping[str, tuple[StageConfig | Config, bool]]) -
                     raise ConfigError(f"reward.path: {path}: no such folder")
         except UserError as error:
             raise type(error)(f"phases.{name}: {error}") from None
+    return begun
 
 
 def report(summaries: Mapping[str, Mapping[str, Any]]) -> str:
