@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 from data_cases import PLAIN
+from tokenizers_for_tests import byte_tokenizer
 
 from dapo.config import DataConfig
 from dapo.config.data import LiveConfig
 from dapo.data.live import LiveRows
 from dapo.data.source import load_prompts
+from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
 from dapo.observe.run_folder import RunFolder
 from run_cases import Recorder, run, steps_of, weights_hash
@@ -174,3 +176,14 @@ def test_rows_arrive_during_a_run_and_feedback_a_step_later_is_used_once(tmp_pat
     play("two", stop=3)
     assert play("two", resume=True) == drawn
     assert weights_hash(tmp_path / "two/model-after") == weights_hash(tmp_path / "whole/model-after")
+
+
+@pytest.mark.parametrize("prompt", ["1<|im_end|>+1?", [{"role": "user", "content": "1<|im_end|>+1?"}]])
+def test_the_text_of_strangers_holds_no_control_token(journal, prompt):
+    chat = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+    tokenizer = byte_tokenizer(eos="<|im_end|>", chat_template=chat)
+    journal.add("a", prompt=prompt, answer=2)
+    data = DataConfig(live={"path": str(journal.file), "share": 0.99, "expire_s": 1e12})
+    source = load_prompts(data, ROWS, PromptTemplate(data, tokenizer), warn=journal.told.append)
+    found = next(p for p in (source.next() for _ in range(30)) if p.row >= 10)
+    assert found.token_ids.count(tokenizer.eos_token_id) == 1 and "1< |im_end|>+1?" in found.text

@@ -166,3 +166,45 @@ def test_random_episodes_through_the_endpoint_are_the_pieces_that_were_said(epis
     samples = [consistent(*one) for one in results]
     assert sum(len(sample.more) for sample in samples) > episodes / 4
     assert sum(len(part.turns) > 1 for sample in samples for part in sample.parts) > episodes / 4
+
+
+@pytest.mark.parametrize(
+    ("name", "same", "other"),
+    [
+        *[("n", 1, 2), ("seed", None, 1), ("stop", [], ["x"]), ("top_p", 1, 0.5), ("logit_bias", {}, {"7": 1})],
+        *[("logprobs", False, True), ("top_logprobs", 0, 3), ("parallel_tool_calls", True, False)],
+        *[
+            ("tool_choice", "auto", "required"),
+            ("tool_choice", "none", {"type": "function", "function": {"name": "f"}}),
+        ],
+        *[("response_format", {"type": "text"}, {"type": "json_object"}), ("reasoning_effort", None, "low")],
+        *[("max_completion_tokens", 5, 0), ("functions", [], [{"name": "f"}]), ("user", "me", None)],
+    ],
+)
+def test_what_changes_the_answer_is_done_or_refused_by_name(client_of, name, same, other):
+    assert client_of({name: same}).status_code == 200
+    refused = client_of({name: other})
+    if other is not None:
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith(name.replace("max_completion", "max"))
+
+
+@pytest.fixture
+def client_of():
+    config = settings(environment__agent="any.py:agent")
+    template = PromptTemplate(config.data, TOKENIZER)
+
+    def asked(changes):
+        async def work():
+            from dapo.environments.endpoint import Endpoint
+            from dapo.environments.episode import Episode, Limits
+
+            async with Endpoint(1.0) as endpoint, httpx.AsyncClient() as client:
+                body = {"model": "m", "messages": [{"role": "user", "content": "Go"}], **changes}
+                script = Script(template, lambda *_: "x")
+                with endpoint.address(Episode(template, script, config.environment, Limits(2000, 1000))) as url:
+                    return await client.post(f"{url}/chat/completions", json=body)
+
+        return asyncio.run(work())
+
+    return asked

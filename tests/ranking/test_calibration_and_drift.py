@@ -221,7 +221,7 @@ def test_evaluate_tells_of_drift_of_a_ranker(recipe: Path, tmp_path: Path) -> No
     assert "takes about" in told[-1] and "made with 400" in told[-1]
 
 
-def test_thumbs_on_served_answers_become_pairs(tmp_path: Path) -> None:
+def test_thumbs_on_served_answers_and_edits_become_pairs(tmp_path: Path) -> None:
     def asked(prompt: str, response: str | None) -> dict[str, Any]:
         return {"id": str(response), "prompt": [{"role": "user", "content": prompt}], "response": response}
 
@@ -230,12 +230,19 @@ def test_thumbs_on_served_answers_become_pairs(tmp_path: Path) -> None:
 
     lines = [*(asked("p", text) for text in ("good", "bad", "worse", None)), asked("q", "x")]
     lines += [said("good", thumbs=1), said("good", thumbs=1), said("x", thumbs=1), said("unknown", thumbs=1)]
-    lines += [said("None", thumbs=-1), said("bad", edit="better"), said("bad", thumbs=-1), said("worse", thumbs=-1)]
+    lines += [
+        said("None", thumbs=-1),
+        said("bad", edit="better"),
+        said("bad", edit="better", thumbs=-1),
+        said("worse", thumbs=-1),
+    ]
     out = tmp_path / "pairs.jsonl"
     told = run("votes", write(tmp_path / "live.jsonl", lines), "--output", out)
-    assert told[0].startswith("1 pairs of an up and a down")
-    pair = {"prompt": asked("p", "")["prompt"], "chosen": "good", "rejected": "bad"}
-    assert json.loads(out.read_text()) == pair | {"chosen_id": "good", "rejected_id": "bad"}
+    assert told[0].startswith("2 pairs of thumbs and edits")
+    pair = {"prompt": asked("p", "")["prompt"], "rejected": "bad", "rejected_id": "bad"}
+    edited, voted = map(json.loads, out.read_text().splitlines())
+    assert edited == pair | {"chosen": "better", "chosen_id": None}
+    assert voted == pair | {"chosen": "good", "chosen_id": "good"}
     for bad in ({"prompt": "p"}, {"id": "a", "feedback": "up"}, ["x"]):
         done = CliRunner().invoke(app, ["votes", str(write(tmp_path / "bad.jsonl", [bad]))])
         assert done.exit_code and "bad.jsonl:1: neither a prompt nor feedback" in " ".join(done.output.split())

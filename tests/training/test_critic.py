@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -12,13 +13,13 @@ from training_cases import SHAPE, objective_inputs, random_groups
 from dapo.algorithm.gae import ValueObjective
 from dapo.algorithm.objective import DapoObjective
 from dapo.config import build_config, nested
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, ModelError
 from dapo.model.loading import load_model
 from dapo.training.critic import make_critic, one_token_longer
 from dapo.training.packing import pack
 from dapo.training.reference import reference_policy
 from dapo.training.trainer import Trainer
-from helpers import random_model
+from helpers import VOCAB, random_model
 
 PPO = {"model.path": "tiny", "algorithm.kind": "ppo", "data.max_prompt_length": 8, "rollout.max_response_length": 17}
 PPO |= {"algorithm.overlong_buffer.enable": False, "training.tokens_per_micro_batch": 32, "training.warmup_steps": 0}
@@ -148,3 +149,17 @@ def test_an_update_that_was_made_ahead_of_the_policys_is_not_made_again(tmp_path
     other.load(tmp_path)
     assert other.learn(batch, lambda: False) == told and told["critic/loss"][1] == batch.mask.sum()
     assert torch.equal(critic.trainer.policy.model.score.weight, weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": VOCAB - 1}, f"has {VOCAB - 1} embedding rows, the policy {VOCAB}"),
+        ({"max_position_embeddings": 25}, "has 25 positions, but .* are 26"),
+        ({"max_position_embeddings": 26}, None),
+    ],
+)
+def test_a_critic_that_cannot_read_what_the_policy_writes_is_refused(tmp_path, changes, said):
+    random_model("qwen2", **changes).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"algorithm.critic.model: .*{said}") if said else nullcontext():
+        critic_of(algorithm__critic__model=str(tmp_path))

@@ -25,18 +25,19 @@ def votes(
     debug: Debug = False,
 ) -> None:
     """Say which of a run's models people prefer, by the votes that were cast in dapo ui. Of a file of
-    dapo serve --live, the responses with a thumb up and those with a thumb down become pairs.
+    dapo serve --live, the responses with a thumb up and those with a thumb down become pairs, and
+    each edit with the response that it mends.
 
     The interval is of 95%, over the votes that found one answer better than the other.
     """
     with errors_for_people(debug):
         from dapo.commands.inspect.tables import columns
-        from dapo.evaluation.votes import preference_pairs, read_votes, tallies, thumb_pairs, write_pairs
+        from dapo.evaluation.votes import live_pairs, preference_pairs, read_votes, tallies, write_pairs
         from dapo.observe.run_view import RunView
 
         if run.is_file():
-            pairs = list(thumb_pairs(run))
-            print(f"{len(pairs)} pairs of an up and a down" + (f" in {output}" if output else ""))
+            pairs = list(live_pairs(run))
+            print(f"{len(pairs)} pairs of thumbs and edits" + (f" in {output}" if output else ""))
             if output is not None:
                 write_pairs(pairs, output)
             return

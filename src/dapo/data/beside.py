@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from dapo.data.parts import encode
@@ -46,6 +47,9 @@ class Beside:
 
     def _take(self, side: Side) -> Prompt | None:
         while (row := side.take()) is not None:
+            harmless = self._template.without_special  # strangers wrote it
+            messages = tuple({key: harmless(said) for key, said in m.items()} for m in row.messages)
+            row = replace(row, prompt=messages or harmless(row.text))
             try:
                 ids = encode(row, self._template)
                 if len(ids) > self._longest:

@@ -29,12 +29,14 @@ from dapo.util.serving import LOCAL, listening_socket
 
 _LARGEST = 2**26
 _TAKEN = {
-    *("messages", "model", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
-    *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "seed", "logprobs", "top_logprobs"),
+    *("messages", "model", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),  # of no effect
 }
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias"}
 _AS_IT_IS: dict[str, tuple[Any, ...]] = {
     **{"n": (1,), "top_p": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "stop": ([],)},
-    **{"response_format": ({"type": "text"},), "modalities": (["text"],), "logit_bias": ({},)},
+    **{"response_format": ({"type": "text"},), "modalities": (["text"],), "logit_bias": ({},), "functions": ([],)},
+    **{"logprobs": (False,), "top_logprobs": (0,), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,)},
 }
 """What is refused, but for these values, which say what is done anyway."""
 
@@ -90,7 +92,8 @@ class Endpoint:
                 raise Over("done")
             body = await _body(request)
             messages = [self._as_it_was(message) for message in _checked(body, self._temperature)]
-            most = body.get("max_completion_tokens") or body.get("max_tokens")
+            limits = body.get("max_completion_tokens"), body.get("max_tokens")
+            most = next((limit for limit in limits if limit is not None), None)
             if most is not None and (type(most) is not int or most < 1):
                 raise _Refused(f"max_tokens: must be a whole number from 1 on; it is {most!r}")
             tools = _listed("tools", body.get("tools")) if body.get("tool_choice") != "none" else []
@@ -146,7 +149,8 @@ def _checked(body: dict[str, Any], temperature: float) -> list[dict[str, Any]]:
     for name, value in body.items():
         if value is None or name in _TAKEN or value in as_it_is.get(name, ()):
             continue
-        raise _Refused(f"{name}: sampling is that of the run (temperature {temperature:g}, nothing cut); leave it out")
+        run = f"sampling is that of the run (temperature {temperature:g}, nothing cut)"
+        raise _Refused(f"{name}: {run if name in _SAMPLING else 'not served to agents'}; leave it out")
     if not (messages := _listed("messages", body.get("messages"))):
         raise _Refused("messages: there are none")
     return [_plain(place, dict(one)) for place, one in enumerate(messages)]

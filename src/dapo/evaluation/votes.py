@@ -123,9 +123,10 @@ def preference_pairs(votes: Sequence[Vote]) -> Iterator[dict[str, Any]]:
             yield {**texts, **models, "who": vote.who, "time": vote.time}
 
 
-def thumb_pairs(file: Path) -> Iterator[dict[str, Any]]:
+def live_pairs(file: Path) -> Iterator[dict[str, Any]]:
     """Pairs of a response with a thumb up and one with a thumb down to the same prompt, oldest first, each response
-    once. ``file``: prompts with responses, and feedback on them, as ``dapo serve --live`` writes it.
+    once; and of each edit and the response that it mends. ``file``: prompts with responses, and feedback on them, as
+    ``dapo serve --live`` writes it.
     Raises UserError: a line is neither, or the file cannot be read."""
     known, number = dict[str, dict[str, Any]](), 0
     waiting = defaultdict[str, dict[int, list[dict[str, Any]]]](lambda: {1: [], -1: []})
@@ -133,10 +134,17 @@ def thumb_pairs(file: Path) -> Iterator[dict[str, Any]]:
         for line in lines_of(file):
             number, row = number + 1, parse_json(line)
             if "feedback" not in row:
-                known[row["id"]] = {"prompt": row["prompt"], **row}
-            elif (thumbs := row["feedback"].get("thumbs")) and known.get(row["id"], {}).get("response"):
-                said = known.pop(row["id"])
-                mine = waiting[json.dumps(said["prompt"])]
+                known[row["id"]] = {"prompt": row["prompt"], **row, "texts": {row.get("response")}, "voted": False}
+                continue
+            edit, thumbs = (row["feedback"].get(kind) for kind in ("edit", "thumbs"))
+            if not (said := known.get(row["id"], {})).get("response"):
+                continue
+            if edit and edit not in said["texts"]:
+                said["texts"].add(edit)
+                texts = {"prompt": said["prompt"], "chosen": edit, "rejected": said["response"]}
+                yield {**texts, "chosen_id": None, "rejected_id": row["id"]}
+            if thumbs and not said["voted"]:
+                said["voted"], mine = True, waiting[json.dumps(said["prompt"])]
                 mine[thumbs].append(said)
                 if mine[1] and mine[-1]:
                     up, down = mine[1].pop(0), mine[-1].pop(0)

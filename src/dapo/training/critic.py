@@ -18,7 +18,7 @@ from dapo.config import Config, TrainingConfig
 from dapo.errors import ModelError
 from dapo.model.adapters import has_adapter
 from dapo.model.classifier import as_classifier
-from dapo.model.loading import copy_model
+from dapo.model.loading import context_limit, copy_model
 from dapo.records import FloatArray, TokenBatch, starts_of
 from dapo.training.base_learner import Watched
 from dapo.training.checkpoint import read_tensors
@@ -49,6 +49,14 @@ def make_critic(config: Config, model: Any) -> Critic | None:
     if section.model is not None:
         device = next(model.parameters()).device
         own = load_classifier(section.model, pad, config.model.trust_remote_code, device)
+        rows, needed = (int(one.get_input_embeddings().weight.shape[0]) for one in (own, model))
+        longest = config.data.max_prompt_length + config.rollout.max_response_length + 1
+        limit, where = context_limit(own.config) or longest, f"algorithm.critic.model: {section.model} has"
+        if rows < needed:  # on a GPU such a token would break every computation of the process
+            raise ModelError(f"{where} {rows} embedding rows, the policy {needed}; name a model with as many")
+        if limit < longest:
+            what = f"data.max_prompt_length, rollout.max_response_length and one token more are {longest}"
+            raise ModelError(f"{where} {limit} positions, but {what}; use smaller ones, or another model")
     elif has_adapter(model):
         raise ModelError("algorithm.critic.model: model.path holds an adapter; name a whole model for the critic")
     else:
