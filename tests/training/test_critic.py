@@ -163,3 +163,19 @@ def test_a_critic_that_cannot_read_what_the_policy_writes_is_refused(tmp_path, c
     random_model("qwen2", **changes).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"algorithm.critic.model: .*{said}") if said else nullcontext():
         critic_of(algorithm__critic__model=str(tmp_path))
+
+
+def test_a_critic_of_the_same_tokens_may_have_fewer_rows_and_one_of_others_is_refused(tmp_path):
+    from served import byte_tokenizer
+
+    for name, tokens in (("same", byte_tokenizer()), ("policy", byte_tokenizer()), ("other", byte_tokenizer())):
+        random_model("qwen2", vocab_size=VOCAB - 1).save_pretrained(tmp_path / name)
+        if name == "other":
+            tokens.add_tokens(["<new>"])  # the policy's, too, by another number
+        tokens.save_pretrained(tmp_path / name)
+    paths = {"model__path": str(tmp_path / "policy"), "algorithm__critic__model": str(tmp_path / "same")}
+    weight = critic_of(**paths).trainer.policy.model.get_input_embeddings().weight
+    assert len(weight) == VOCAB and not weight[-1].any() and weight[-2].any()
+    paths["model__path"], paths["algorithm__critic__model"] = str(tmp_path / "other"), str(tmp_path / "same")
+    with pytest.raises(ModelError, match=r"for 1 of .* tokens, such as '<new>'"):
+        critic_of(**paths)

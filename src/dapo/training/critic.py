@@ -18,7 +18,7 @@ from dapo.config import Config, TrainingConfig
 from dapo.errors import ModelError
 from dapo.model.adapters import has_adapter
 from dapo.model.classifier import as_classifier
-from dapo.model.loading import context_limit, copy_model
+from dapo.model.loading import context_limit, copy_model, load_tokenizer
 from dapo.records import FloatArray, TokenBatch, starts_of
 from dapo.training.base_learner import Watched
 from dapo.training.checkpoint import read_tensors
@@ -49,7 +49,11 @@ def make_critic(config: Config, model: Any) -> Critic | None:
     if section.model is not None:
         device = next(model.parameters()).device
         own = load_classifier(section.model, pad, config.model.trust_remote_code, device)
+        same = _same_tokens(config)
         rows, needed = (int(one.get_input_embeddings().weight.shape[0]) for one in (own, model))
+        if same and rows < needed:  # rows without a token, which sizes of one family have more or fewer of
+            own.resize_token_embeddings(needed, mean_resizing=False).weight.data[rows:] = 0
+            rows = needed
         longest = config.data.max_prompt_length + config.rollout.max_response_length + 1
         limit, where = context_limit(own.config) or longest, f"algorithm.critic.model: {section.model} has"
         if rows < needed:  # on a GPU such a token would break every computation of the process
@@ -62,6 +66,23 @@ def make_critic(config: Config, model: Any) -> Critic | None:
     else:
         own = as_classifier(copy_model(model, torch.float32).requires_grad_(True), pad)
     return Critic(score_trainer(own, critic_training(config), dtype), config)
+
+
+def _same_tokens(config: Config) -> bool:
+    """Whether it is known that the critic's model reads token ids as the policy does.
+    Raises ModelError: it is known that it does not."""
+    policy, critic = config.model, str(config.algorithm.critic.model)
+    try:
+        paths = (policy.tokenizer or policy.path, critic)
+        ours, theirs = (load_tokenizer(path, policy.trust_remote_code).get_vocab() for path in paths)
+    except ModelError:
+        return False
+    if other := [token for token, number in ours.items() if theirs.get(token) != number]:
+        raise ModelError(
+            f"algorithm.critic.model: {critic} has other ids than the policy for {len(other)} of {len(ours)} tokens, "
+            f"such as {other[0]!r}; name a model with the policy's tokenizer"
+        )
+    return True
 
 
 def critic_training(config: Config) -> TrainingConfig:
