@@ -17,7 +17,7 @@ def ray_here() -> Iterator[None]:
     from dapo.orchestrator.runtime.ray.cluster import quiet
 
     quiet()
-    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 

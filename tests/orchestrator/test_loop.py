@@ -203,7 +203,7 @@ def test_no_class_of_the_orchestrator_knows_more_than_about_a_dozen_things() -> 
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not _is_record(node):
                 names = {*_assigned(node)}
-                assert len(names) <= 14, f"{path.name}: {node.name} has {len(names)}: {sorted(names)}"
+                assert len(names) <= 15, f"{path.name}: {node.name} has {len(names)}: {sorted(names)}"
 
 
 def _is_record(node: ast.ClassDef) -> bool:

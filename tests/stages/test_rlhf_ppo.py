@@ -37,7 +37,8 @@ def test_demonstrations_reward_model_and_ppo(tmp_path: Path) -> None:
     root, phases = load_phases(tmp_path / "rlhf.yaml", small)
     ppo = phases["ppo"]
     assert isinstance(ppo, Config) and not ppo.algorithm.filter_groups.enable and ppo.algorithm.kl.estimator == "k1"
-    found = run_phases(root, phases, Recorder(), False, Shutdown())
+    with Shutdown() as shutdown:  # outside of one the clock that starts at the end would end this process
+        found = run_phases(root, phases, Recorder(), False, shutdown)
     assert [summary["steps"] for summary in found.values()] == [2, 2, 2]
     first, second = steps_of(RunFolder(root / "ppo").root)
     assert first["updates"] == 0 and second["updates"] == 1 and second["kl/coef"] > 0

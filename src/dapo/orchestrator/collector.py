@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from dapo.config import Config
@@ -86,8 +85,8 @@ class Collector:
         """``vocabulary``: how many tokens the model knows; None: not known. ``player``: makes one, for episodes."""
         self.engine = engine
         self._source = source
-        self._sampling = partial(sampling, player, engine, scorer, decode, config)
-        self._vocabulary = vocabulary
+        self._scorer = scorer
+        self._tokens, self._player = (decode, vocabulary), player
         self._config = config
         self._progress = progress
         self._position = _Position()
@@ -104,7 +103,7 @@ class Collector:
         """Inside, batches are produced. Nothing of it is left behind, however it ends."""
         self._ready: Channel[RolloutBatch] = Channel()
         self._heard = asyncio.Event()
-        self._in_flight = InFlight(self.engine, self._config, self._heard.set, self._vocabulary)
+        self._in_flight = InFlight(self.engine, self._config, self._heard.set, self._tokens[1])
         producer = asyncio.create_task(self._produce(self._in_flight), name="dapo-collector")
         try:
             yield
@@ -263,7 +262,8 @@ class Collector:
     async def _produce(self, in_flight: InFlight) -> None:
         """One batch after the other, as they are asked for; whoever waits hears why there are no more."""
         try:
-            async with self._sampling(in_flight, self._heard.set) as sampler:
+            work = (self.engine, self._scorer, self._tokens[0], self._config, in_flight)
+            async with sampling(self._player, *work, self._heard.set) as sampler:
                 while True:
                     self._ready.put(await self._next_batch(sampler))
         except BaseException as error:
