@@ -283,7 +283,7 @@ def test_cancelled_samples_keep_their_tokens_and_are_continued(subject: Subject)
 
 @who("pause", "drafts")
 def test_nothing_is_sampled_while_paused_and_all_goes_on_afterwards(subject: Subject) -> None:
-    request, late = subject.request([40, 41], range(100), LONG), subject.request([42], (1, 2), PLAIN)
+    request, late = subject.request([40, 41], range(400), LONG), subject.request([42], (1, 2), PLAIN)
 
     async def run() -> None:
         told: list[Any] = []
@@ -306,7 +306,7 @@ def test_nothing_is_sampled_while_paused_and_all_goes_on_afterwards(subject: Sub
             await subject.engine.resume()
         await asyncio.wait_for(asyncio.gather(reading, waiting), 30)
         samples = [event for event in told if isinstance(event, Sample)]
-        assert sorted(s.index for s in samples) == list(range(100)) and len(waiting.result()) == 2
+        assert sorted(s.index for s in samples) == list(range(400)) and len(waiting.result()) == 2
         assert subject.differs_from_trainer(request, samples) < NOISE
 
     subject.run(run())
