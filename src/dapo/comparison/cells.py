@@ -10,7 +10,6 @@ budget is over, and leaves a run folder, and beside it the result and the answer
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import pickle
@@ -33,12 +32,12 @@ from dapo.inference.evaluate import FileResult, evaluate_files
 from dapo.inference.found_model import find_model
 from dapo.observe.progress import PlainListener, duration
 from dapo.observe.run_view import RunView, is_run
+from dapo.reward.worker import signal_at_parents_end
 from dapo.stages.phases import run_phases
 from dapo.util.files import json_line, lock_file, write_atomic, write_json, writing
 from dapo.util.shutdown import RESUMABLE, Shutdown, Stopped
 
 _SOURCE = Path(__file__).parents[2]
-_PR_SET_PDEATHSIG = 1
 
 Job = tuple[Cell, Phases, Config]
 """What the process of a cell is told; secrets are in it. The config is that which measures the model."""
@@ -124,8 +123,7 @@ def _attempt(job: Job, lock: IO[str]) -> str | None:
 
 
 def main() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # it ends with the process that started it; Linux only
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal_at_parents_end(signal.SIGTERM)
     try:
         run(pickle.load(sys.stdin.buffer), PlainListener())  # from nobody but the process that started this one
     except (Stopped, KeyboardInterrupt):

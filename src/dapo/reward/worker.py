@@ -40,7 +40,9 @@ def main() -> None:
     setup = _read(source)
     if setup is None:
         return
-    _die_with_parent(setup["parent"])
+    signal_at_parents_end(signal.SIGKILL)  # a busy worker does not notice the end of its input
+    if os.getppid() != setup["parent"]:  # it died before the request
+        os._exit(1)
     adopt_orphans()
     # after everything installed: a file of the user's named like a module of the library must not replace it
     sys.path.append(str(Path.cwd()))
@@ -102,12 +104,10 @@ def _read(source: BinaryIO) -> dict[str, Any] | None:
     return None if len(body) < size else json.loads(body)
 
 
-def _die_with_parent(parent: int) -> None:
-    """A busy worker does not notice the end of its input: the kernel sends a signal (Linux only)."""
+def signal_at_parents_end(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the one that started it ends (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request
-        os._exit(1)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
