@@ -113,7 +113,9 @@ def test_a_comparison_grows_by_recipes_and_seeds_and_is_no_other_one(here: Path)
     with pytest.raises(UserError, match=r"out/comparison.json: cannot be read: KeyError: 'budget'"):
         Comparison.read(Path("out"))
     (here / "other").mkdir()
-    (here / "other/file").touch()
+    (here / "other/.comparison.json.7.tmp").touch()  # the same command on another GPU is writing it
+    declare(Path("other"), TWO, [1], {"minutes": 1.0})
+    (here / "other/comparison.json").rename(here / "other/file")
     with pytest.raises(ConfigError, match="exists and is no comparison"):
         declare(Path("other"), TWO, [1], {"minutes": 1.0})
 

@@ -138,7 +138,7 @@ def declare(
         "seeds": list(seeds),
         "recipes": {name: _told(variants[name].recipe, of, judged) for name, of in phases.items()},
     }
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+    if root.exists() and (not root.is_dir() or any(p.name[0] != "." for p in root.iterdir())):  # another's half file
         if not is_comparison(root):
             raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
         now = _joined(Comparison.read(root), now)

@@ -63,7 +63,8 @@ def _config(kind: str) -> Any:
         return BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=_KEPT, **compute)
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
 
-    weights = Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(group_size=128)
+    four = {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}  # the default format needs mslk
+    weights = Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(**four)
     return TorchAoConfig(quant_type=weights, modules_to_not_convert=_KEPT)
 
 
