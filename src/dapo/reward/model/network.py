@@ -68,6 +68,8 @@ def load_network(config: ModelReward) -> RewardNetwork:
         raise RewardError("reward.device: is cuda, but there is none here; use reward.device=cpu")
     name, adapter = config.path, _adapter(config.path)
     settings = _settings(name, adapter, config.trust_remote_code)
+    if hasattr(settings, "quantization_config"):  # it computes in the type that it was made in
+        config = config.model_copy(update={"compute_dtype": str(settings.dtype).removeprefix("torch.")})
     tokenizer = _tokenizer(config)
     head_file = None if adapter else _value_head(name)
     if head_file is None:
@@ -280,7 +282,7 @@ def _from_pretrained(config: ModelReward, kind: str, settings: Any, adapter: Ada
                 "Transformers would make up or leave out weights, and the scores would mean nothing"
             )
     for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+        if type(parameter.data) is torch.Tensor and not bool(torch.isfinite(parameter).all()):  # else one of torchao's
             raise RewardError(f"reward model {config.path}: the weights {name} hold NaN or infinity")
     return model.eval().requires_grad_(False).to(config.device)
 
