@@ -108,6 +108,7 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
         ({"rollout.max_staleness": 1, "runtime.deterministic": False}, "of the present policy; use 0"),
         ({"algorithm.critic.share_backbone": True, "algorithm.critic.model": "m"}, "leave critic.model"),
         ({"algorithm.critic.share_backbone": True, "model.lora.rank": 2}, "and model.lora out"),
+        ({"algorithm.critic.bootstrap": True}, "so the length punishment would be, too"),
         ({"algorithm.kl.reference": "base"}, "use base with model.lora"),
         ({"algorithm.kl.reference": "offload", "model.lora.rank": 2}, "use base with model.lora"),
         ({"runtime.kind": "ray"}, "ppo trains in one process"),

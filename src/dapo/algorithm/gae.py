@@ -27,12 +27,12 @@ def token_rewards(scores: Tensor, lengths: Tensor, kl: Tensor | None = None, coe
     return rewards.index_add(0, ends[lengths > 0], scores.double()[lengths > 0])
 
 
-def bootstrapped(after: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
-    """``after`` ``[R]``, the value of the state behind each token, with 0 behind the last token of a response that
-    ended by itself: there is nothing to come. ``truncated``: ``[S]`` bool; such a response would have gone on."""
+def bootstrapped(after: Tensor, lengths: Tensor, goes_on: Tensor) -> Tensor:
+    """``after`` ``[R]``, the value of the state behind each token, with 0 behind the last token of a response that is
+    over: there is nothing to come. ``goes_on``: ``[S]`` bool; a response that was cut, and has no score for that."""
     ends = lengths.cumsum(0) - 1
     found = after.double().clone()
-    found[ends[(lengths > 0) & ~truncated]] = 0.0
+    found[ends[(lengths > 0) & ~goes_on]] = 0.0
     return found
 
 

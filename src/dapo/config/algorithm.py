@@ -71,6 +71,8 @@ class CriticConfig(Section):
     """Discount of later rewards, by token."""
     lam: float = Field(0.95, ge=0, le=1)
     """lambda of GAE: 1 is the return less the value, 0 one step of look-ahead."""
+    bootstrap: bool = False
+    """A response that the limit cut is worth what the critic expects of going on, in place of its score."""
     whiten: bool = True
     """Advantages get mean 0 and deviation 1 over the loss tokens of the batch."""
 

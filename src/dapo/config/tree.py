@@ -260,6 +260,11 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
             f"rollout.max_staleness: is {config.rollout.max_staleness}, but values of a critic are of samples of the "
             "present policy; use 0"
         )
+    if algorithm.critic.bootstrap and (algorithm.overlong_buffer.enable or algorithm.overlong_hard_punishment):
+        yield (
+            "algorithm.critic.bootstrap: is in place of a cut response's score, so the length punishment would be, too; "
+            "use overlong_buffer.enable=false and overlong_hard_punishment=false, or bootstrap=false"
+        )
     if algorithm.critic.share_backbone and (algorithm.critic.model is not None or lora):
         yield (
             "algorithm.critic.share_backbone: is a head on the backbone of a policy that is trained whole; leave "

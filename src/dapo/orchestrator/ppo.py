@@ -28,14 +28,15 @@ def ppo_columns(
     section, kl = algorithm.critic, algorithm.kl
     lengths, scored = torch.from_numpy(batch.response_lengths), [s for g in groups for s in g.scored]
     scores = torch.tensor([s.shaped_reward for s in scored], dtype=torch.float64)
-    truncated = torch.tensor([s.truncated for s in scored], dtype=torch.bool)
+    goes_on = torch.tensor([section.bootstrap and s.truncated for s in scored], dtype=torch.bool)
     values, after = (torch.from_numpy(batch.columns[name]).double() for name in ("values", "after"))
     taken = None
     if kl.mode == "reward":
         reference = torch.from_numpy(batch.columns["reference"])
         taken = kl_estimate(torch.from_numpy(batch.proximal), reference, kl.estimator)
-    rewards = token_rewards(scores, lengths, taken, coef)
-    following = bootstrapped(after, lengths, truncated)
+    # With both, the value of a cut response would be its score and a value beside it, which has no bound.
+    rewards = token_rewards(scores.masked_fill(goes_on, 0), lengths, taken, coef)
+    following = bootstrapped(after, lengths, goes_on)
     advantages = gae(rewards, values, following, lengths, gamma=section.gamma, lam=section.lam)
     returns = advantages + values
     if section.whiten:
