@@ -105,7 +105,6 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
         ({"algorithm.filter_groups.enable": True}, "filter_groups.enable: one sample is never right and wrong"),
         ({"data.sampling": "difficulty"}, "data.sampling: one sample is never right and wrong"),
         ({"algorithm.objective": "gspo"}, "an advantage for each token"),
-        ({"rollout.max_staleness": 1, "runtime.deterministic": False}, "of the present policy; use 0"),
         ({"algorithm.critic.share_backbone": True, "algorithm.critic.model": "m"}, "leave critic.model"),
         ({"algorithm.critic.share_backbone": True, "model.lora.rank": 2}, "and model.lora out"),
         ({"algorithm.critic.bootstrap": True}, "so the length punishment would be, too"),
