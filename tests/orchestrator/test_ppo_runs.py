@@ -85,6 +85,15 @@ def test_the_first_steps_are_the_critics_and_metrics_tell_of_it(tmp_path: Path) 
     assert first["groups/kept"] == 8  # groups of one, all of them
 
 
+def test_samples_of_older_weights_are_valued_by_the_present_critic(tmp_path: Path) -> None:
+    """Both are trained on them: no step is left out, and none is stale by more than one."""
+    changes = {"rollout.max_staleness": 1, "runtime.deterministic": False, "algorithm.critic.learning_rate": 1e-3}
+    run(tmp_path / "run", PPO | changes | {"algorithm.kl.mode": "off", "training.steps": 4})
+    found = steps_of(tmp_path / "run")
+    assert [step["staleness/max"] for step in found] == [0, 1, 1, 1] and found[-1]["updates/total"] == 8
+    assert found[0]["critic/values"] != found[-1]["critic/values"] != 0
+
+
 def test_the_recipe_implies_what_goes_with_a_critic() -> None:
     def of(**changes: Any) -> Any:
         return build_config(nested(SETTINGS | PPO | {"run.dir": "x"} | changes)).algorithm
