@@ -116,7 +116,7 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
         ({"algorithm.objective": "gspo"}, "an advantage for each token"),
         ({"algorithm.critic.share_backbone": True, "algorithm.critic.model": "m"}, "leave critic.model"),
         ({"algorithm.critic.share_backbone": True, "model.lora.rank": 2}, "and model.lora out"),
-        ({"algorithm.critic.bootstrap": True}, "so the length punishment would be, too"),
+        ({"algorithm.critic.bootstrap": True}, "so the length punishment would be too"),
         ({"algorithm.kl.reference": "base"}, "use base with model.lora"),
         ({"algorithm.kl.reference": "offload", "model.lora.rank": 2}, "use base with model.lora"),
         ({"runtime.kind": "ray"}, "ppo trains in one process"),

@@ -252,7 +252,7 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
             yield f"{key}: one sample is never right and wrong; use {works} or rollout.samples_per_prompt=2"
     if algorithm.critic.bootstrap and (algorithm.overlong_buffer.enable or algorithm.overlong_hard_punishment):
         yield (
-            "algorithm.critic.bootstrap: is in place of a cut response's score, so the length punishment would be, too; "
+            "algorithm.critic.bootstrap: is in place of a cut response's score, so the length punishment would be too; "
             "use overlong_buffer.enable=false and overlong_hard_punishment=false, or bootstrap=false"
         )
     if algorithm.critic.share_backbone and (algorithm.critic.model is not None or lora):

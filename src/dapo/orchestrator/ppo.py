@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from dapo.algorithm.advantage import whiten
@@ -46,7 +45,7 @@ def ppo_columns(
     returns, mask = advantages + values, torch.from_numpy(batch.mask)
     if section.whiten:
         advantages = whiten(advantages[mask[sampled]], config.algorithm.advantage.epsilon, of=advantages)
-    means = iter([float(part.sum()) / max(len(part), 1) for part in advantages.split(lengths.tolist())])
+    means = iter([float(part.sum()) / max(len(part), 1) for part in torch.split(advantages, lengths.tolist())])
     found = [
         replace(g, samples=tuple(replace(s, advantage=next(means)) if s.scored else s for s in g.samples))
         for g in groups
