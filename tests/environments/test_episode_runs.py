@@ -135,7 +135,7 @@ def test_a_critic_values_the_turns_of_an_episode(tmp_path):
     train(tmp_path, ppo | {"rollout.prompts_per_step": 4, "training.steps": 1}, chat_tokenizer(shorten=True))
     (metrics,) = steps_of(tmp_path)
     assert any(line["more"] for line in lines_of(tmp_path))
-    assert metrics["critic/loss"] > 0 and 0 < metrics["advantage/std"] <= 1
+    assert metrics["critic/loss"] > 0 and metrics["critic/values"] == 0  # its first ones
 
 
 def episode(index, reward, *turn_rewards):
