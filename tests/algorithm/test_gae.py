@@ -17,7 +17,7 @@ def column(values):
 def test_check_value_of_gae(algo):
     """r = [0, 0, 1], V = 0.5, gamma 1, lambda 0.95."""
     values, lengths = column([0.5, 0.5, 0.5]), torch.tensor([3])
-    after = algo.gae.bootstrapped(column([0.5, 0.5, 7.0]), lengths, torch.tensor([False]))
+    after = algo.gae.bootstrapped(values, column([7.0] * 3), lengths, torch.tensor([False]))
     assert after.tolist() == [0.5, 0.5, 0.0]
     rewards = algo.gae.token_rewards(column([1.0]), lengths)
     found = algo.gae.gae(rewards, values, after, lengths, gamma=1.0, lam=0.95)
@@ -42,9 +42,9 @@ def test_the_score_stands_at_the_last_token_and_the_kl_at_each(algo):
 
 def test_only_a_cut_response_is_worth_something_at_its_end(algo):
     """A planted cut: of two equal responses the one that the limit ended has the value behind its last token."""
-    lengths, after = torch.tensor([2, 0, 2]), column([0.3, 0.7, 0.3, 0.7])
-    found = algo.gae.bootstrapped(after, lengths, torch.tensor([False, True, True]))
-    assert found.tolist() == [0.3, 0.0, 0.3, 0.7] and after.tolist() == [0.3, 0.7, 0.3, 0.7]
+    lengths, values, after = torch.tensor([2, 0, 2]), column([0.1, 0.3, 0.1, 0.3]), column([0.3, 0.7, 0.3, 0.7])
+    found = algo.gae.bootstrapped(values, after, lengths, torch.tensor([False, True, True]))
+    assert found.tolist() == [0.3, 0.0, 0.3, 0.7] and values.tolist() == [0.1, 0.3, 0.1, 0.3]
     rewards, values = torch.zeros(4), column([0.5] * 4)
     advantages = algo.gae.gae(rewards, values, found, lengths, gamma=0.9, lam=0.0)
     assert advantages.tolist() == pytest.approx([-0.23, -0.5, -0.23, 0.13])
@@ -79,11 +79,11 @@ def test_a_second_implementation_and_any_order(algo, seed, gamma, lam):
     for i in order:
         kl += responses[i][0]
         values += responses[i][1]
-        after += [*responses[i][1][1:], *([responses[i][4]] if responses[i][1] else [])]
+        after += [responses[i][4]] * len(responses[i][1])
     lengths = torch.tensor([len(responses[i][1]) for i in order])
     rewards = algo.gae.token_rewards(column([responses[i][3] for i in order]), lengths, column(kl), 0.1)
     cut = torch.tensor([responses[i][5] for i in order])
-    following = algo.gae.bootstrapped(column(after), lengths, cut)
+    following = algo.gae.bootstrapped(column(values), column(after), lengths, cut)
     found = algo.gae.gae(rewards, column(values), following, lengths, gamma=gamma, lam=lam)
     assert found.tolist() == pytest.approx([a for i in order for a in expected[i]], abs=1e-9)
 

@@ -121,9 +121,9 @@ MUTANTS = [
     # gae
     ("gae.py", "ends = lengths.cumsum(0) - 1\n    return", "ends = lengths.cumsum(0) - lengths\n    return"),
     ("gae.py", "-coef * kl.double()", "coef * kl.double()"),
-    ("gae.py", "(lengths > 0) & ~truncated", "(lengths > 0) & truncated"),
-    ("gae.py", "(lengths > 0) & ~truncated", "lengths > 0"),
-    ("gae.py", "after.double().clone()", "after.double()"),
+    ("gae.py", "* goes_on[lengths > 0]", "* ~goes_on[lengths > 0]"),
+    ("gae.py", "after[ends].double() * goes_on[lengths > 0]", "after[ends].double()"),
+    ("gae.py", "values.double().roll(-1)", "values.double().roll(1)"),
     ("gae.py", "deltas[place] + gamma * lam * carried[rows]", "deltas[place] + lam * carried[rows]"),
     ("gae.py", "rewards.double() + gamma * after.double()", "rewards.double() + after.double()"),
     ("gae.py", "torch.maximum(plain", "torch.minimum(plain"),

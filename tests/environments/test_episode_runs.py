@@ -9,8 +9,10 @@ import pytest
 
 from dapo.algorithm.credit import with_turn_advantages
 from dapo.commands.inspect.sample_report import show
+from dapo.config import build_config, nested
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples, samples_path
+from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.records import NOBODY, Group, Prompt, Reward, Sample, Turn
 from episodes import chat_tokenizer
 from run_cases import Recorder, run, steps_of, tiny_model, weights_hash, without_times
@@ -127,6 +129,15 @@ def test_an_agent_with_openais_client_is_trained_through_its_address(tmp_path):
     assert all(line["ended"] == "done" and line["correct"] is False for line in lines_of(tmp_path))
 
 
+def test_a_critic_values_the_turns_of_an_episode(tmp_path):
+    """Rewards by turn, and conversations that cannot be appended."""
+    ppo = {"algorithm.kind": "ppo", "algorithm.kl.mode": "reward", "environment.credit": "turn"}
+    train(tmp_path, ppo | {"rollout.prompts_per_step": 4, "training.steps": 1}, chat_tokenizer(shorten=True))
+    (metrics,) = steps_of(tmp_path)
+    assert any(line["more"] for line in lines_of(tmp_path))
+    assert metrics["critic/loss"] > 0 and metrics["critic/values"] == 0  # its first ones
+
+
 def episode(index, reward, *turn_rewards):
     turns = tuple(Turn(2 * i, 2 * i + 1, reward=value) for i, value in enumerate(turn_rewards))
     size = 2 * len(turns)
@@ -141,6 +152,37 @@ def test_credit_by_turn_is_for_what_comes_from_it_on():
     found = [[turn.advantage for turn in sample.turns] for sample in group.samples]
     # returns: [3, 2, 2], [1, 1, 1], [2, 2, 2], an episode that has ended with that of its last turn
     assert found == [[1.0, pytest.approx(1 / 3), pytest.approx(1 / 3)], [-1.0], [0.0, pytest.approx(1 / 3)]]
+
+
+@pytest.mark.parametrize("credit", ["turn", "outcome"])
+def test_gae_runs_over_the_tokens_that_the_model_sampled(credit):
+    """Two turns of two tokens with three of the environment between them, the second turn in a conversation of its own:
+    as a response of four tokens."""
+    long = {"versions": np.array([0, 0, *[NOBODY] * 3], np.int32), "turns": (Turn(0, 2, reward=0.5),)}
+    more = {"versions": np.zeros(2, np.int32), "turns": (Turn(0, 2, reward=-0.5),), "prompt_ids": np.array([1, 2])}
+
+    def part(versions, **rest):
+        size = len(versions)
+        arrays = np.zeros(size, np.int32), np.zeros(size, np.float32), versions
+        return Sample(0, 0, *arrays, "stop", reward=Reward(None, 1.0), **rest)
+
+    group = Group(0, Prompt(0, "", (1,)), (part(**long, more=(part(**more),)),))
+    tree = {"model.path": "tiny", "algorithm.kind": "ppo", "algorithm.critic.whiten": False}
+    tree |= {"rollout.samples_per_prompt": 1, "environment.name": "a.py:B", "environment.credit": credit}
+    builder = BatchBuilder(build_config(nested(tree | {"algorithm.overlong_buffer.enable": False})))
+    batch = builder.build([group])
+    values = np.array([0.1, 0.2, 9, 9, 9, 0.3, 0.4])
+    (found,), batch = builder.finish([group], batch.with_columns(values=values, after=values))
+    by_turn = credit == "turn"
+    rewards = [0, 0.5 * by_turn, 0, 1.0 - 0.5 * by_turn]
+    deltas = [r + n - v for r, n, v in zip(rewards, [0.2, 0.3, 0.4, 0], [0.1, 0.2, 0.3, 0.4], strict=True)]
+    lam = builder.config.algorithm.critic.lam
+    expected = [sum(lam**k * d for k, d in enumerate(deltas[t:])) for t in range(4)]
+    place = [0, 1, 5, 6]
+    assert batch.columns["advantages"][place] == pytest.approx(expected)
+    assert batch.columns["returns"][place] == pytest.approx(np.add(expected, values[place]))
+    assert not batch.columns["advantages"][2:5].any() and not batch.mask[2:5].any()
+    assert found.samples[0].advantage == pytest.approx(np.mean(expected))
 
 
 def test_without_rewards_by_turn_credit_is_that_of_the_outcome():

@@ -387,3 +387,47 @@ def test_a_learner_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     assert torch.equal(*weights) and learner.version == other.version == 1
     asyncio.run(learner.close())
     asyncio.run(other.close())
+
+
+# --- PPO ----------------------------------------------------------------------------------------------------------
+
+
+def with_values(batch: TokenBatch, values: np.ndarray[Any, Any]) -> TokenBatch:
+    """Each state's value is also what the state before it leads to; behind the last token stands that token's."""
+    last = np.cumsum(batch.response_lengths) - 1
+    after = np.append(values[1:], 0)
+    after[last] = values[last]
+    return batch.with_columns(values=values, after=after)
+
+
+@pytest.mark.parametrize(("bootstrap", "first", "limit"), [(False, 0.0, -1.0), (True, 0.0, 0.0), (True, 0.3, 0.3)])
+def test_values_of_cut_responses_stay_within_their_rewards(bootstrap: bool, first: float, limit: float) -> None:
+    """All are cut and punished, and a critic learns its returns exactly, again and again. Its value becomes the
+    punishment; where the cut is bootstrapped there is no reward, and it stays what it was. Score and value together
+    would take it down by one each time."""
+    ppo = {"kind": "ppo", "overlong_buffer__enable": False, "critic__bootstrap": bootstrap, "critic__whiten": False}
+    builder = BatchBuilder(make_config(**{f"algorithm__{key}": value for key, value in ppo.items()}))
+    groups = [make_group([-1.0] * 4, [L_MAX] * 4, truncated=range(4))]
+    batch, values = builder.build(groups), np.full(4 * L_MAX, first)
+    for _ in range(60):
+        values = builder.finish(groups, with_values(batch, values))[1].columns["returns"].astype(float)
+    assert values == pytest.approx(limit, abs=1e-3)
+
+
+def test_with_the_mean_of_the_others_as_its_critic_ppo_is_leave_one_out() -> None:
+    """gamma and lambda 1: score less value, at every token, in responses of any length, cut or not."""
+    groups = [
+        make_group([1.0, 0.0, 0.0, 1.0], [3, 1, L_MAX, 5], truncated=[2]),
+        make_group([-1.0, 1.0, 0.5, 0.0], [2, 2, 7, 4], draw=1),
+    ]
+    alike = {"algorithm__overlong_buffer__enable": False, "algorithm__advantage__kind": "leave-one-out"}
+    plain = BatchBuilder(make_config(**alike))
+    expected = plain.finish(groups, plain.build(groups))[1].columns["advantages"]
+    ppo = {"algorithm__kind": "ppo", "algorithm__critic__lam": 1.0, "algorithm__critic__whiten": False}
+    builder = BatchBuilder(make_config(**alike, **ppo))
+    scores = np.array([[s.reward.value for s in group.samples if s.reward] for group in groups])
+    others = (scores.sum(1, keepdims=True) - scores) / 3
+    batch = builder.build(groups)
+    found = builder.finish(groups, with_values(batch, np.repeat(others.ravel(), batch.response_lengths)))[1]
+    assert found.columns["advantages"] == pytest.approx(expected, abs=1e-6)
+    assert found.columns["returns"] == pytest.approx(np.repeat(scores.ravel(), batch.response_lengths), abs=1e-6)

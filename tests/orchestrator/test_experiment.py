@@ -324,6 +324,7 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, float | str]] = [
     ("algorithm.critic.clip", 1e-6, PPO | {"algorithm.critic.learning_rate": 1e-4}, "critic/clipped", "rises"),
     ("algorithm.critic.gamma", 0.5, PPO, "critic/returns", "moves"),
     ("algorithm.critic.lam", 0.1, PPO, "critic/returns", "moves"),
+    ("algorithm.critic.bootstrap", True, PPO | {"algorithm.overlong_buffer.enable": False}, "critic/returns", "moves"),
     ("algorithm.critic.whiten", False, PPO, "advantage/std", "falls"),
     ("training.steps", 2, {}, "version", 2),
     ("training.groups_per_update", 4, {}, "updates", 1),

@@ -54,7 +54,7 @@ def learn(name: str, folder: Path, steps: int, rate: float = 1e-3, **algorithm: 
 def test_each_method_learns(tmp_path: Path, name: str) -> None:
     found = [step["reward/mean"] for step in learn(name, tmp_path, 12)]
     print(name, [round(value, 3) for value in found])
-    assert fmean(found[-3:]) > fmean(found[:3]) + 0.1
+    assert found[0] < 0.1 and fmean(found[-3:]) > 0.9
 
 
 def test_ppo_with_an_adaptive_kl_holds_its_target(tmp_path: Path) -> None:

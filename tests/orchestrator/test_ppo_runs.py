@@ -85,6 +85,15 @@ def test_the_first_steps_are_the_critics_and_metrics_tell_of_it(tmp_path: Path) 
     assert first["groups/kept"] == 8  # groups of one, all of them
 
 
+def test_samples_of_older_weights_are_valued_by_the_present_critic(tmp_path: Path) -> None:
+    """Both are trained on them: no step is left out, and none is stale by more than one."""
+    changes = {"rollout.max_staleness": 1, "runtime.deterministic": False, "algorithm.critic.learning_rate": 1e-3}
+    run(tmp_path / "run", PPO | changes | {"algorithm.kl.mode": "off", "training.steps": 4})
+    found = steps_of(tmp_path / "run")
+    assert [step["staleness/max"] for step in found] == [0, 1, 1, 1] and found[-1]["updates/total"] == 8
+    assert found[0]["critic/values"] != found[-1]["critic/values"] != 0
+
+
 def test_the_recipe_implies_what_goes_with_a_critic() -> None:
     def of(**changes: Any) -> Any:
         return build_config(nested(SETTINGS | PPO | {"run.dir": "x"} | changes)).algorithm
@@ -105,9 +114,9 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
         ({"algorithm.filter_groups.enable": True}, "filter_groups.enable: one sample is never right and wrong"),
         ({"data.sampling": "difficulty"}, "data.sampling: one sample is never right and wrong"),
         ({"algorithm.objective": "gspo"}, "an advantage for each token"),
-        ({"rollout.max_staleness": 1, "runtime.deterministic": False}, "of the present policy; use 0"),
         ({"algorithm.critic.share_backbone": True, "algorithm.critic.model": "m"}, "leave critic.model"),
         ({"algorithm.critic.share_backbone": True, "model.lora.rank": 2}, "and model.lora out"),
+        ({"algorithm.critic.bootstrap": True}, "so the length punishment would be too"),
         ({"algorithm.kl.reference": "base"}, "use base with model.lora"),
         ({"algorithm.kl.reference": "offload", "model.lora.rank": 2}, "use base with model.lora"),
         ({"runtime.kind": "ray"}, "ppo trains in one process"),

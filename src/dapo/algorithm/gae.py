@@ -27,12 +27,12 @@ def token_rewards(scores: Tensor, lengths: Tensor, kl: Tensor | None = None, coe
     return rewards.index_add(0, ends[lengths > 0], scores.double()[lengths > 0])
 
 
-def bootstrapped(after: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
-    """``after`` ``[R]``, the value of the state behind each token, with 0 behind the last token of a response that
-    ended by itself: there is nothing to come. ``truncated``: ``[S]`` bool; such a response would have gone on."""
-    ends = lengths.cumsum(0) - 1
-    found = after.double().clone()
-    found[ends[(lengths > 0) & ~truncated]] = 0.0
+def bootstrapped(values: Tensor, after: Tensor, lengths: Tensor, goes_on: Tensor) -> Tensor:
+    """``[R]``, V_{t+1}: the next of ``values``; at the last token of a response 0, as nothing is to come, and where
+    it ``goes_on`` (``[S]`` bool: it was cut, and has no score for that) the value behind that token, from ``after``."""
+    ends = (lengths.cumsum(0) - 1)[lengths > 0]
+    found = values.double().roll(-1)
+    found[ends] = after[ends].double() * goes_on[lengths > 0]
     return found
 
 

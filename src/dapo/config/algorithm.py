@@ -65,12 +65,15 @@ class CriticConfig(Section):
     """Of the critic; its warm-up and the other settings of the optimizer are those of `training`."""
     warmup_steps: int = Field(0, ge=0)
     """Rollout steps at the start in which the critic alone is trained."""
-    clip: float | None = Field(0.2, gt=0)
-    """A value may move so far in a step before its loss stops to fall. null: off."""
+    clip: float | None = Field(0.5, gt=0)
+    """A value may move so far in a step, in units of the reward, before its loss stops to fall. null: off."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of later rewards, by token."""
-    lam: float = Field(0.95, ge=0, le=1)
-    """lambda of GAE: 1 is the return less the value, 0 one step of look-ahead."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """lambda of GAE: 1 is the return less the value, 0 one step of look-ahead. Below 1 the score at the end reaches a
+    token n before it times lambda^n, and what is missing has to come from the critic."""
+    bootstrap: bool = False
+    """A response that the limit cut is worth what the critic expects of going on, in place of its score."""
     whiten: bool = True
     """Advantages get mean 0 and deviation 1 over the loss tokens of the batch."""
 

@@ -34,7 +34,7 @@ FROM_THE_NEXT_STEP = (
     *_keys("algorithm.overlong_buffer", "enable len penalty_factor"),
     *_keys("algorithm.correction", "kind level cap low high"),
     *_keys("algorithm.kl", "estimator coef target horizon"),
-    *_keys("algorithm.critic", "learning_rate warmup_steps clip gamma lam whiten"),
+    *_keys("algorithm.critic", "learning_rate warmup_steps clip gamma lam bootstrap whiten"),
     "environment.credit",
 )
 """Keys of objective and optimizer. A step that is under way is finished with those that it began with."""

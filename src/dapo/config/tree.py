@@ -238,11 +238,6 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
         )
     if algorithm.kind != "ppo":
         return
-    if config.environment.on:
-        yield (
-            "algorithm.kind: ppo knows no turns: its critic would value what an environment says as if the model had "
-            "chosen it; use kind=group with an environment"
-        )
     if apart:
         yield "algorithm.kind: ppo trains in one process; use runtime.kind=local, or kind=group"
     if algorithm.objective == "gspo":
@@ -255,10 +250,10 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
         if mixed and config.rollout.samples_per_prompt < 2:
             key = works.partition("=")[0]
             yield f"{key}: one sample is never right and wrong; use {works} or rollout.samples_per_prompt=2"
-    if config.rollout.max_staleness:
+    if algorithm.critic.bootstrap and (algorithm.overlong_buffer.enable or algorithm.overlong_hard_punishment):
         yield (
-            f"rollout.max_staleness: is {config.rollout.max_staleness}, but values of a critic are of samples of the "
-            "present policy; use 0"
+            "algorithm.critic.bootstrap: is in place of a cut response's score, so the length punishment would be too; "
+            "use overlong_buffer.enable=false and overlong_hard_punishment=false, or bootstrap=false"
         )
     if algorithm.critic.share_backbone and (algorithm.critic.model is not None or lora):
         yield (

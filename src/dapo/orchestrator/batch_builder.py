@@ -107,7 +107,7 @@ class BatchBuilder:
             )
         shaped = list(map(self._shaped, groups))
         if self.config.algorithm.kind == "ppo":
-            shaped, columns = ppo_columns(shaped, batch, self.config.algorithm, self.kl.coef)
+            shaped, columns = ppo_columns(shaped, batch, self.config, self.kl.coef)
             return shaped, batch.with_columns(**columns)
         if self.config.algorithm.kl.mode == "reward":
             shaped = list(self._take_kl_off(shaped, batch))
