@@ -68,8 +68,7 @@ async def score(ranker: Scorer, row: Candidates) -> list[Scored]:
     """Of each candidate, in their order; equal texts are scored once."""
     prompt = Prompt(0, row.prompt_text, (), row.answer, {**row.row, _MESSAGES: row.prompt})
     each = list(dict.fromkeys(row.texts))
-    rewards = await asyncio.gather(*(ranker.score(prompt, text) for text in each))
-    of = dict(zip(each, rewards, strict=True))
+    of = dict(zip(each, await ranker.score_all(prompt, each), strict=True))
     return [Scored(k, t, None if of[t].error else of[t].value, of[t].error) for k, t in enumerate(row.texts)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,6 +45,10 @@ class Scorer:
         """The verdict on ``response``, which continues ``prompt.end``. Waits for a free worker and the score; the
         deadline ends both. ``finish_reason``: None: not known."""
         raise NotImplementedError
+
+    async def score_all(self, prompt: Prompt, responses: Sequence[str]) -> list[Reward]:
+        """Of each response to one prompt, in their order, as :meth:`score` gives it."""
+        return list(await asyncio.gather(*(self.score(prompt, response) for response in responses)))
 
     async def close(self) -> None:
         """Stop all workers, within a bounded time."""

@@ -61,9 +61,17 @@ class ModelScorer(Scorer):
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`. ``parts`` holds ``score``; ``correct`` is whether it is above ``correct_above``."""
-        network = await self._loaded()
-        loop = asyncio.get_running_loop()
-        item = await loop.run_in_executor(self._reader, network.text.encode, prompt.text, response)
+        return (await self.score_all(prompt, [response]))[0]
+
+    async def score_all(self, prompt: Prompt, responses: Sequence[str]) -> list[Reward]:
+        """All are read before the first one is scored, so that they are one batch."""
+        encode = (await self._loaded()).text.encode
+        read = asyncio.get_running_loop().run_in_executor(
+            self._reader, lambda: [encode(prompt.text, response) for response in responses]
+        )
+        return list(await asyncio.gather(*(self._score_encoded(item) for item in await read)))
+
+    async def _score_encoded(self, item: Encoded) -> Reward:
         limit = self._config.max_length
         if item.length > limit:
             return _failed(f"prompt and response are {item.length} tokens, more than reward.max_length={limit}")
