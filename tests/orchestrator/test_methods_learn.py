@@ -6,11 +6,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dapo.commands.demo.task import make_model, make_tokenizer
 from dapo.config import build_config, load_config
 from dapo.observe.progress import QuietListener
+from dapo.orchestrator import batch_builder
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
 from dapo.records import Reward
@@ -55,6 +57,33 @@ def test_each_method_learns(tmp_path: Path, name: str) -> None:
     found = [step["reward/mean"] for step in learn(name, tmp_path, 12)]
     print(name, [round(value, 3) for value in found])
     assert found[0] < 0.1 and fmean(found[-3:]) > 0.9
+
+
+def test_a_critic_of_a_policy_that_stands_still_learns_what_its_states_are_worth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the mean reward of all samples that have as many tokens and sevens so far."""
+    found, seven, original = list[list[float]](), make_tokenizer().convert_tokens_to_ids("7"), batch_builder.ppo_columns
+
+    def kept(groups: Any, batch: Any, *rest: Any) -> Any:
+        values = iter(batch.columns["values"].tolist())
+        for sample in (sample for group in groups for sample in group.scored):
+            sevens = np.cumsum(sample.token_ids == seven) - (sample.token_ids == seven)
+            found.extend([n, int(count), sample.shaped_reward, next(values)] for n, count in enumerate(sevens))
+        return original(groups, batch, *rest)
+
+    monkeypatch.setattr(batch_builder, "ppo_columns", kept)
+    critic = {"learning_rate": 5e-4, "warmup_steps": 40}
+    explained = [step["critic/explained_variance"] for step in learn("ppo", tmp_path, 40, critic=critic)]
+    place, count, reward, value = np.array(found).T
+    state, last = (place * 100 + count).astype(int), slice(-len(found) // 8, None)  # of the last five steps
+    sums, sizes = np.bincount(state, reward), np.bincount(state)
+    truth = sums[state] / sizes[state]
+    known = 1 - np.var(reward[last] - truth[last]) / np.var(reward[last])
+    print(f"explained {fmean(explained[-5:]):.2f} of {known:.2f}")
+    assert fmean(explained[-5:]) == pytest.approx(known, abs=0.1) and known > 0.3
+    assert value[last].mean() == pytest.approx(truth[last].mean(), abs=0.02)
+    assert np.corrcoef(value[last], truth[last])[0, 1] > 0.85
 
 
 def test_ppo_with_an_adaptive_kl_holds_its_target(tmp_path: Path) -> None:
