@@ -109,7 +109,7 @@ class CodeReward(WorkerReward):
 
 class ModelReward(RewardBase):
     kind: Literal["model"]
-    """The score of a reward model: a sequence classifier with one output, or a causal model with a value head."""
+    """The score of a reward model: a sequence classifier with one output."""
     path: PathText
     """Folder in Hugging Face layout, or a name on the hub."""
     tokenizer: PathText | None = None
