@@ -81,7 +81,7 @@ def test_a_good_recipe_has_every_check_pass(case: Path) -> None:
     assert {one["status"] for one in findings} == {"pass"}
     names = {one["name"] for one in findings}
     assert names >= {
-        *("recipe", "settings", "files", "run-folder", "device", "tokenizer", "architecture", "vocabulary", "padding"),
+        *("recipe", "settings", "files", "run-folder", "device", "tokenizer", "architecture", "vocabulary"),
         *(
             "engine",
             "stop-tokens",
