@@ -25,7 +25,7 @@ _ROWS_AT_ONCE = 64
 _NOT_THERE = (401, 403, 502, 503, 504)  # statuses of a server that is not ready, or does not let us in
 
 
-class _JsonScorer(RemoteScorer):
+class JsonScorer(RemoteScorer):
     def __init__(self, config: RemoteReward) -> None:
         super().__init__(config)
         self._connections = HttpConnections(self._token, self._most_connections)
@@ -38,7 +38,7 @@ class _JsonScorer(RemoteScorer):
         return await checked(reply, self._name, "reward", RewardError)
 
 
-class ServerScorer(_JsonScorer):
+class ServerScorer(JsonScorer):
     """Asks a ``dapo reward-server``."""
 
     def __init__(self, config: ServerReward) -> None:
@@ -103,7 +103,7 @@ class ServerScorer(_JsonScorer):
         raise BadReply("a line of the reply is no result")
 
 
-class HttpScorer(_JsonScorer):
+class HttpScorer(JsonScorer):
     """Asks a service of the user's own, with the mapping in the recipe."""
 
     def __init__(self, config: HttpReward) -> None:
