@@ -599,7 +599,10 @@ def test_a_server_without_a_list_of_models_will_do_and_one_that_refuses_the_key_
     for status in (404, 403, 500):
         with serving([chat("Grade: 5")], models=(status, b"")) as server:
             assert score(config(server.url)).error is None
-    with serving([chat("Grade: 5")], models=(401, b"who?")) as server, pytest.raises(RewardError, match="401 Unauthorized: who"):
+    with (
+        serving([chat("Grade: 5")], models=(401, b"who?")) as server,
+        pytest.raises(RewardError, match="401 Unauthorized: who"),
+    ):
         score(config(server.url))
 
 

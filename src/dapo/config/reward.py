@@ -250,8 +250,7 @@ class HttpReward(RemoteReward):
 
 class KServeReward(RemoteReward):
     kind: Literal["kserve"]
-    """A model behind the Open Inference Protocol (KServe V2, as Triton Inference Server speaks it); needs
-    `dapo-rl[kserve]`."""
+    """A model behind the Open Inference Protocol (KServe V2, as Triton Inference Server speaks it)."""
     model: str
     """Name of the model."""
     version: str = ""

@@ -61,8 +61,7 @@ def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None
 def make_client(config: ServerReward | HttpReward | KServeReward | JudgeReward) -> Scorer:
     """Nothing is sent before ``start`` or the first score.
     Raises RewardError: a library is missing, or the environment variable of the token is not set."""
-    name = "kserve" if isinstance(config, KServeReward) else "remote"
-    with extra(name, f"reward.kind={config.kind}", RewardError):
+    with extra("remote", f"reward.kind={config.kind}", RewardError):
         if isinstance(config, KServeReward):
             from dapo.reward.client.kserve import KServeScorer
 
