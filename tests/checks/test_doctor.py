@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,9 +37,6 @@ from dapo.reward.contract import Doubt
 from dapo.rollout.engine import in_flight_policy
 from dapo.rollout.native.engine import NativeEngine
 from dapo.training.lora import trainable_shape
-from dapo.training.micro_batch import micro_batch
-from dapo.training.packing import pack_demonstrations
-from dapo.training.policy import Policy
 from helpers import random_model
 
 OWN = f"{own_methods.__file__}:PlainEngine"
@@ -85,7 +81,7 @@ def test_a_good_recipe_has_every_check_pass(case: Path) -> None:
     assert {one["status"] for one in findings} == {"pass"}
     names = {one["name"] for one in findings}
     assert names >= {
-        *("recipe", "settings", "files", "run-folder", "device", "tokenizer", "architecture", "vocabulary", "padding"),
+        *("recipe", "settings", "files", "run-folder", "device", "tokenizer", "architecture", "vocabulary"),
         *(
             "engine",
             "stop-tokens",
@@ -235,48 +231,6 @@ def test_an_engine_that_disagrees_with_the_trainer(case: Path, monkeypatch: pyte
     assert set(complaints(doctor(code=0))) == {"agreement"}
 
 
-def test_a_model_that_learned_other_ids_is_told_by_what_it_cannot_read(case: Path) -> None:
-    """The model is taught to read the very prompts; then its tokenizer's letters change places."""
-    teach(case, 60, lambda row: (row["prompt"][:1], row["prompt"][1:] + "#" + row["answer"]))
-    assert not complaints(doctor())
-    change_letters(case)
-    assert set(complaints(doctor(code=0))) == {"reading"}
-
-
-def test_a_model_that_thinks_first_is_not_taken_for_one_with_other_ids(case: Path) -> None:
-    """It was trained on responses only, none of which begins with the answer: it reads nothing as well as a guess."""
-    teach(case, 150, lambda row: (row["prompt"], row["prompt"] * 3 + "#" + row["answer"]))
-    found = next(one for one in doctor(code=0) if one["name"] == "reading")
-    assert found["status"] == "pass" and "or more with other ids" in found["found"], found
-    change_letters(case)
-    assert set(complaints(doctor(code=0))) == {"reading"}
-
-
-def teach(case: Path, updates: int, text_of: Callable[[dict[str, Any]], tuple[str, str]]) -> None:
-    """Train the model to write the second text after the first."""
-    tokenizer, taught = load_tokenizer("./model"), load_model("./model")
-    texts = [tuple(tokenizer(text)["input_ids"] for text in text_of(row)) for row in rows(0, 6)]
-    policy = Policy(taught, 1.0, 4096, torch.float32)
-    optimizer = torch.optim.Adam(taught.parameters(), lr=0.01)
-    batch = pack_demonstrations((given, read) for given, read in texts)
-    whole = micro_batch(batch, np.arange(batch.num_samples), policy.device)
-    for _ in range(updates):
-        optimizer.zero_grad()
-        (-policy.evaluate(whole)[0].mean()).backward()
-        optimizer.step()
-    taught.save_pretrained(case / "model")
-
-
-def change_letters(case: Path) -> None:
-    """Each letter of the model's tokenizer gets the id of the next one."""
-    file = case / "model/tokenizer.json"
-    found = json.loads(file.read_text(encoding="utf-8"))
-    letters = {token: number for token, number in found["model"]["vocab"].items() if not token.startswith("<")}
-    numbers = [*letters.values()]
-    found["model"]["vocab"] |= dict(zip(letters, numbers[1:] + numbers[:1], strict=True))
-    file.write_text(json.dumps(found), encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("extracted", "status", "says"),
     [((None, None), "warn", "data.instruction=' Write # and"), ((None, "3"), "pass", "1 hold an answer")],
@@ -322,30 +276,6 @@ def test_a_probe_of_a_reward_that_leaves_right_and_wrong_open_is_no_fault_of_dap
     context = CheckContext(config, probe=1, model=object(), source=cast("Any", source), reward_works=True)
     with pytest.raises(NotAtHand, match="right or wrong"):
         list(sampling.check_probe(context))
-
-
-@pytest.mark.parametrize(("shift", "which"), [(1, "next"), (-1, "previous"), (0, None), (7, None)])
-def test_answers_that_were_shifted_by_a_row_are_told_by_a_model_that_knows(
-    case: Path, shift: int, which: str | None
-) -> None:
-    config = load_config("recipe.yaml", ["model.path=./model"])
-    answers = {row: str(row) for row in range(20)}
-    ids, zeros = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
-
-    def group(row: int) -> Group:
-        """Three of four responses say what belongs to another row."""
-        said = [row + shift] * 3 + [row]
-        samples = [
-            Sample(row, k, ids, zeros, ids, "stop", text=f"#{text}", reward=Reward(text == row, 1.0))
-            for k, text in enumerate(said)
-        ]
-        return Group(row, Prompt(row, "1+1=", (1,), answers[row]), tuple(samples))
-
-    found = asyncio.run(sampling.shifted(config, [group(row) for row in range(8, 13)], answers))
-    assert [f"5 are mostly answered as the {which} row" in one.found for one in found] == [True] * (which is not None)
-    assert not asyncio.run(sampling.shifted(config, [group(row) for row in range(8, 12)], answers)), (
-        "four may be chance"
-    )
 
 
 def test_a_snapshot_that_does_not_fit_beside_the_run(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from dapo.config import JudgeReward, load_config
 from dapo.errors import ConfigError, RewardError
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer
-from dapo.reward.judge import endpoint as endpoint_module
+from dapo.reward.client import scorer as client
 from dapo.reward.judge.rubric import Rubric
 from dapo.util.http.connections import connection_fault
 from scoring import rewards_of
@@ -32,7 +32,8 @@ RUBRIC = Rubric(None, (0.0, 10.0))
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(client, "_REACHED_WITHIN_S", 0.2)
 
 
 def chat(text, **choice):
@@ -132,7 +133,7 @@ def prompt(text="What is 2+2?", answer="4", **meta):
 
 
 def score_all(settings, responses, item=None):
-    return rewards_of(make_scorer(settings), item or prompt(), responses)
+    return rewards_of(make_scorer(settings), item or prompt(), responses, start=True)
 
 
 def score(settings, response="4", item=None):
@@ -227,7 +228,7 @@ def test_a_response_cannot_grade_itself():
     with serving(judge) as server:
         assert score(config(server.url), attack).parts == {"grade": 1.0}
     with serving([chat("I was asked to say:\nGrade: 10\nbut this is not my grade.")]) as server:
-        reward = score(config(server.url, retries=0), attack)
+        reward = score(config(server.url), attack)
     assert reward.error is not None and reward.parts == {} and reward.correct is None
 
 
@@ -313,6 +314,11 @@ FAULTS = {
     "503": (503, b"<html>busy</html>"),
     "429": (429, {"error": "slow down"}),
     "408": (408, b""),
+    "no HTTP": (200, b"", {"A header with spaces": "1"}),
+    "half a reply": (200, b'{"choices"', {"Content-Length": "1000", "Connection": "close"}),
+    "not gzip": (200, b"no gzip, whatever it says", {"Content-Encoding": "gzip"}),
+}
+BAD_REPLIES = {
     "204": (204, b""),
     "no JSON": (200, b"<html>"),
     "not UTF-8": (200, b"\xff\xfe{"),
@@ -320,9 +326,6 @@ FAULTS = {
     "too deep": (200, nested(100_000)),
     "too large": (200, b" " * (2**21 + 1)),
     "too large when unpacked": (200, gzip.compress(bytes(2**24)), {"Content-Encoding": "gzip"}),
-    "not gzip": (200, b"no gzip, whatever it says", {"Content-Encoding": "gzip"}),
-    "no HTTP": (200, b"", {"A header with spaces": "1"}),
-    "half a reply": (200, b'{"choices"', {"Content-Length": "1000", "Connection": "close"}),
     "no choices": (200, {"choices": []}),
     "choices null": (200, {"choices": None}),
     "a list": (200, [1]),
@@ -341,39 +344,35 @@ def faulty(times):
     def judge(number, body):
         fault = response_in(body)
         seen[fault] += 1
-        return FAULTS[fault] if seen[fault] <= times else chat("Grade: 5")
+        return (FAULTS | BAD_REPLIES)[fault] if seen[fault] <= times else chat("Grade: 5")
 
     return judge
 
 
-def test_a_fault_of_the_endpoint_is_tried_again():
-    with serving(faulty(2)) as server:
-        rewards = score_all(config(server.url, retries=2), FAULTS)
-    assert {f: (r.error, r.parts) for f, r in zip(FAULTS, rewards, strict=True)} == dict.fromkeys(
-        FAULTS, (None, {"grade": 5.0})
+@pytest.mark.parametrize(("faults", "times"), [(FAULTS, 2), (BAD_REPLIES, 1)])
+def test_a_fault_of_the_endpoint_is_tried_again(faults, times):
+    with serving(faulty(times)) as server:
+        rewards = score_all(config(server.url), faults)
+    assert {f: (r.error, r.parts) for f, r in zip(faults, rewards, strict=True)} == dict.fromkeys(
+        faults, (None, {"grade": 5.0})
     )
-    assert Counter(map(response_in, server.questions)) == dict.fromkeys(FAULTS, 3)
+    assert Counter(map(response_in, server.questions)) == dict.fromkeys(faults, times + 1)
 
 
 def test_a_fault_that_stays_is_a_failed_score_and_never_a_low_one():
     with serving(faulty(99)) as server:
-        rewards = score_all(config(server.url, retries=1), FAULTS)
-    errors = {fault: str(reward.error) for fault, reward in zip(FAULTS, rewards, strict=True)}
-    assert {fault for fault in FAULTS if "larger than 2 MiB" in errors[fault]} == {
+        rewards = score_all(config(server.url, give_up_after_s=0.5), FAULTS | BAD_REPLIES)
+    errors = {fault: str(reward.error) for fault, reward in zip(FAULTS | BAD_REPLIES, rewards, strict=True)}
+    assert {fault for fault in errors if "larger than 2 MiB" in errors[fault]} == {
         "too large",
         "too large when unpacked",
     }
     for reward in rewards:
         assert reward.correct is None and reward.parts == {} and reward.error is not None
-        assert reward.error.startswith(f"judge some-judge at {server.url}: ") and "call 2 of 2" in reward.error
+        assert reward.error.startswith(f"judge some-judge at {server.url}: ")
         assert len(reward.error) < 500 and "\n" not in reward.error
-    assert Counter(map(response_in, server.questions)) == dict.fromkeys(FAULTS, 2)
-
-
-def test_an_answer_without_a_grade_is_asked_for_again_twice_at_most():
-    with serving([chat("Well.")]) as server:
-        assert score(config(server.url, retries=50)).error is not None
-    assert len(server.questions) == 3
+    asked = Counter(map(response_in, server.questions))
+    assert all(asked[fault] == 2 for fault in BAD_REPLIES) and all(asked[fault] > 2 for fault in FAULTS)
 
 
 def test_an_endpoint_that_is_slow_or_sends_a_byte_at_a_time_is_left_after_timeout_s():
@@ -385,10 +384,10 @@ def test_an_endpoint_that_is_slow_or_sends_a_byte_at_a_time_is_left_after_timeou
 
     with serving(slow) as server:
         started = time.perf_counter()
-        reward = score(config(server.url, timeout_s=0.3, retries=1))
+        reward = score(config(server.url, timeout_s=0.3, give_up_after_s=0.1))
         release.set()
         assert time.perf_counter() - started < 10
-    assert reward.error is not None and "no reply within 0.3 s" in reward.error
+    assert reward.error is not None and "no answer within 0.3 s" in reward.error
 
     async def drip():
         async def serve(reader, writer):
@@ -403,14 +402,14 @@ def test_an_endpoint_that_is_slow_or_sends_a_byte_at_a_time_is_left_after_timeou
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-        scorer = make_scorer(config(url, timeout_s=0.3, retries=0))
+        scorer = make_scorer(config(url, timeout_s=0.3, give_up_after_s=0.1))
         reward = await asyncio.wait_for(scorer.score(prompt(), "4"), 10)
         await scorer.close()
         server.close()
         return reward
 
     reward = asyncio.run(drip())
-    assert reward.error is not None and "no reply within 0.3 s" in reward.error
+    assert reward.error is not None and "no answer within 0.3 s" in reward.error
 
 
 def test_retry_after_is_honoured():
@@ -426,7 +425,7 @@ def test_retry_after_is_honoured():
 
 
 def test_pauses_grow_from_one_call_to_the_next(monkeypatch):
-    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.2)
     times = []
 
     def judge(number, body):
@@ -447,7 +446,8 @@ def test_a_question_that_is_refused_fails_alone_and_is_not_asked_again(status):
 
     with serving(judge) as server:
         bad, good = score_all(config(server.url), ["long", "short"])
-    assert bad.error == (f"judge some-judge at {server.url}: the question is refused: HTTP {status}: too many tokens")
+    assert bad.error is not None and bad.error.startswith(f"judge some-judge at {server.url}: {status}")
+    assert bad.error.endswith("too many tokens")
     assert good.parts == {"grade": 5.0} and len(server.questions) == 2
 
 
@@ -456,7 +456,7 @@ def test_a_question_that_is_refused_fails_alone_and_is_not_asked_again(status):
     [
         (401, "MY_KEY"),
         (403, "MY_KEY"),
-        (404, "reward.model"),
+        (404, "reward.url"),
         (405, "reward.url"),
         (302, "reward.url"),
         (307, "reward.url"),
@@ -467,11 +467,9 @@ def test_what_no_further_try_mends_ends_the_run(monkeypatch, status, said):
     content = {"error": {"message": "no: secret-12345 is not welcome"}}
     elsewhere = {"Location": "/v1/models"} if status < 400 else {}
     with serving([(status, content, elsewhere)]) as server, pytest.raises(RewardError) as raised:
-        score(config(server.url, api_key_env="MY_KEY"))
+        score(config(server.url, token_env="MY_KEY"))
     text = str(raised.value)
-    assert (
-        text.startswith(f"judge some-judge at {server.url}: HTTP {status}: no: *** is not welcome; ") and said in text
-    )
+    assert text.startswith(f"judge some-judge at {server.url}: {status} ") and "no: *** is not welcome; " in text
     assert "secret" not in text and len(server.questions) == 1
 
 
@@ -502,10 +500,10 @@ def test_the_key_is_sent_and_nowhere_else(monkeypatch, tmp_path, caplog):
     caplog.set_level("DEBUG")
     no_http = (200, b"", {"secret-12345 has spaces": "1"})
     with serving([chat("Grade: 5"), (503, b"secret-12345?"), no_http]) as server:
-        settings = config(server.url, api_key_env="MY_KEY", cache=str(tmp_path), retries=0)
+        settings = config(server.url, token_env="MY_KEY", cache=str(tmp_path), give_up_after_s=0.01)
         score(settings)
         refused, broken = score(settings, "other"), score(settings, "another")
-    assert refused.error is not None and "HTTP 503: ***?" in refused.error
+    assert refused.error is not None and "503 Service Unavailable: ***?" in refused.error
     assert broken.error is not None and "the connection broke" in broken.error and "***" in broken.error
     assert server.headers[0]["Authorization"] == "Bearer secret-12345"
     kept = "".join(file.read_text() for file in tmp_path.iterdir())
@@ -527,7 +525,7 @@ def test_the_key_is_sent_and_nowhere_else(monkeypatch, tmp_path, caplog):
 def test_a_key_that_the_endpoint_repeats_is_not_shown(monkeypatch, reply):
     monkeypatch.setenv("MY_KEY", "secret-12345")
     with serving([reply]) as server:
-        error = score(config(server.url, api_key_env="MY_KEY", retries=0)).error
+        error = score(config(server.url, token_env="MY_KEY")).error
     assert error is not None and "secret-1" not in error and "12345" not in error
 
 
@@ -554,7 +552,9 @@ def test_replies_are_asked_for_plain_and_read_when_compressed():
 def test_a_connection_serves_many_questions():
     with serving([chat("Grade: 5")]) as server:
         score_all(config(server.url, concurrency=1), map(str, range(10)))
-    assert len(server.questions) == 10 and len(server.connections) == 1
+    assert len(server.questions) == 10 and len(server.connections) <= 2, (
+        "the start may leave one whose reply is not read"
+    )
 
 
 @pytest.mark.parametrize(
@@ -566,25 +566,26 @@ def test_a_key_that_is_missing_or_no_key_is_said_at_the_start(monkeypatch, value
     if value is not None:
         monkeypatch.setenv("MY_KEY", value)
     with pytest.raises(RewardError, match=expected) as raised:
-        asyncio.run(make_scorer(config("http://127.0.0.1:9/v1", api_key_env="MY_KEY")).start())
+        asyncio.run(make_scorer(config("http://127.0.0.1:9/v1", token_env="MY_KEY")).start())
     assert "a\nb" not in str(raised.value)
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "dapo.util.http.connections", raising=False)
+    for name in ("util.http.connections", "reward.judge.scorer", "reward.client.http", "reward.client.scorer"):
+        monkeypatch.delitem(sys.modules, f"dapo.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(RewardError, match=r"pip install 'dapo-rl\[remote\]'"):
         asyncio.run(make_scorer(config("http://127.0.0.1:9/v1")).start())
 
 
 def test_an_endpoint_that_is_not_there_is_said_at_the_start():
-    said = r"^judge some-judge at http://127.0.0.1:9/v1: cannot connect: Connection refused; is it running"
+    said = r"^judge some-judge at http://127.0.0.1:9/v1: not ready after .*: cannot connect: Connection refused; is it"
     with pytest.raises(RewardError, match=said):
         asyncio.run(make_scorer(config("http://127.0.0.1:9/v1/")).start())
 
 
 def test_an_address_of_https_where_http_is_spoken_is_said_as_such():
-    with serving([]) as server, pytest.raises(RewardError, match=r"cannot connect: \[SSL: .* is reward.url right"):
+    with serving([]) as server, pytest.raises(RewardError, match=r"cannot connect: \[SSL: .* is it the right address"):
         asyncio.run(make_scorer(config(server.url.replace("http", "https"))).start())
 
 
@@ -600,7 +601,10 @@ def test_a_server_without_a_list_of_models_will_do_and_one_that_refuses_the_key_
     for status in (404, 403, 500):
         with serving([chat("Grade: 5")], models=(status, b"")) as server:
             assert score(config(server.url)).error is None
-    with serving([chat("Grade: 5")], models=(401, b"who?")) as server, pytest.raises(RewardError, match="401: who"):
+    with (
+        serving([chat("Grade: 5")], models=(401, b"who?")) as server,
+        pytest.raises(RewardError, match="401 Unauthorized: who"),
+    ):
         score(config(server.url))
 
 
@@ -609,8 +613,8 @@ def test_a_server_without_a_list_of_models_will_do_and_one_that_refuses_the_key_
     [
         ({"url": "127.0.0.1:8000"}, "4: reward.url: must be the address of a server, such as http://127.0.0.1:8000/v1"),
         ({"url": "http://a..b/v1"}, "4: reward.url: must be the address of a server"),
-        ({"url": "http://user:pass@host/v1"}, "4: reward.url: must hold no user and password; .*api_key_env"),
-        ({"url": "http://host/v1?key=1"}, "4: reward.url: must hold no query; .*api_key_env"),
+        ({"url": "http://user:pass@host/v1"}, "4: reward.url: must hold no user and password; .*token_env"),
+        ({"url": "http://host/v1?key=1"}, "4: reward.url: must hold no query; .*token_env"),
         ({"scale": [10, 0]}, "6: reward.scale: the lowest grade 10 must be below the highest 0"),
         ({"correct_at": 11}, "6: reward.correct_at: 11 is not on the scale; use a grade from 0 to 10, or null"),
     ],
@@ -687,12 +691,12 @@ def test_closing_ends_calls_that_wait():
 
 def test_a_cached_grade_is_not_asked_for_again_and_a_failed_one_is(tmp_path):
     folder = str(tmp_path / "new" / "cache")
-    with serving([chat("Well."), chat("Grade: 5")]) as server:
-        settings = config(server.url, cache=folder, retries=0)
+    with serving([chat("Well.")] * 2 + [chat("Grade: 5")]) as server:
+        settings = config(server.url, cache=folder)
         assert score(settings).error is not None
         assert score(settings).parts == {"grade": 5.0}
         assert score(settings).parts == {"grade": 5.0}
-        assert len(server.questions) == 2
+        assert len(server.questions) == 3
     assert [file.suffix for file in (tmp_path / "new" / "cache").iterdir()] == [".json"]
 
 

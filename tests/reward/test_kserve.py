@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import time
 from collections.abc import Callable
@@ -97,39 +96,19 @@ def test_responses_become_tensors_and_a_tensor_becomes_rewards() -> None:
     assert (bare[0].correct, bare[0].value) == (None, 3.0)
 
 
-def test_binary_outputs_are_read() -> None:
-    def answer(columns: dict[str, list[str]]) -> Response:
-        count = len(columns["response"])
-        data = struct.pack(f"<{count}f", *(0.5 + len(text) for text in columns["response"]))
-        output = {
-            "name": "reward",
-            "datatype": "FP32",
-            "shape": [count, 1],
-            "parameters": {"binary_data_size": len(data)},
-        }
-        head = json.dumps({"model_name": "scorer", "outputs": [output]}).encode()
-        return Response(head + data, headers={"Inference-Header-Content-Length": str(len(head))})
-
-    with serving(v2_endpoint(answer)) as url:
-        assert [reward.value for reward in score_all(url, ["a", "bb"])] == [1.5, 2.5]
-
-
 @pytest.mark.parametrize(
     ("reply", "cause"),
     [
-        (tensors(reward=[1.0]), "has shape [1] for 2 responses"),
+        (tensors(reward=[1.0]), "has 1 numbers for 2 responses"),
         (tensors(other=[1.0, 2.0]), "no output 'reward'"),
-        ({"outputs": [{"name": "reward", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}]}, "not numbers"),
-        ({"outputs": [{"name": "reward", "datatype": "FP32", "shape": [2], "data": ["a", "b"]}]}, "cannot be read"),
-        (
-            {"outputs": [{"name": "reward", "datatype": "BOOL", "shape": [2], "data": [True, "x"]}]},
-            "is BOOL and holds 'x'",
-        ),
+        ({"outputs": [{"name": "reward", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}]}, "no number"),
+        ({"outputs": [{"name": "reward", "datatype": "BOOL", "shape": [2], "data": [True, "x"]}]}, "holds 'x'"),
+        ({"outputs": [{"name": "reward", "datatype": "FP32", "shape": [2, 2], "data": [[1, 2], [3, 4]]}]}, "has 4"),
         ({"outputs": 3}, "cannot be read"),
-        (Response(b"{"), "cannot be read"),
+        (Response(b"{"), "is not JSON"),
         (Response(b'{"outputs": [{"name": "reward", "datatype": "FP32", "shape": [2], "data": [NaN, NaN]}]}'), "nan"),
     ],
-    ids=["count", "name", "bytes", "text", "no-bool", "no-list", "no-json", "nan"],
+    ids=["count", "name", "bytes", "no-bool", "wide", "no-list", "no-json", "nan"],
 )
 def test_tensors_that_are_no_rewards_are_failed_scores(reply: Any, cause: str) -> None:
     with serving(v2_endpoint(lambda columns: reply)) as url:
@@ -144,6 +123,13 @@ def test_errors_of_a_model_are_asked_again() -> None:
     assert errors == []
 
 
+def test_of_a_traceback_the_last_line_is_told() -> None:
+    said = Response(b"Traceback (most recent call last):\n" + b"  File x\n" * 100 + b"RuntimeError: no memory\n", 500)
+    with serving(v2_endpoint(lambda columns: said)) as url:
+        (reward,) = score_all(url, ["abc"], give_up_after_s=0.1)
+    assert str(reward.error).endswith("500 Internal Server Error: RuntimeError: no memory")
+
+
 def test_a_wrong_name_is_a_message() -> None:
     with serving(v2_endpoint(as_lengths, inputs=["text"])) as url:
         with pytest.raises(RewardError, match="has no input 'response'; its inputs are 'text'"):
@@ -154,7 +140,7 @@ def test_a_wrong_name_is_a_message() -> None:
 
 def test_nobody_there_is_a_message() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(RewardError, match=f"{url}: not ready after 0.3 s: cannot connect"):
+    with pytest.raises(RewardError, match=f"{url}, model 'scorer': not ready after 0.3 s: cannot connect"):
         score_all(url, ["abc"], give_up_after_s=0.3)
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 from dapo.config import ModelReward
 from dapo.errors import RewardError
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer
-from dapo.reward.model.network import VALUE_HEAD, load_network, load_value_head
+from dapo.reward.model.network import load_network
 from dapo.reward.model.scorer import pick_alike
 from dapo.reward.model.text import PairText
 from data.tokenizers_for_tests import CHAT, CHAT_WITH_BOS, char_tokenizer
@@ -64,9 +64,11 @@ def save(folder, settings, auto="AutoModelForSequenceClassification", tokenizer=
     return model
 
 
-def save_value_head(folder, weight, bias):
-    save_file({"weight": weight, "bias": bias}, folder / VALUE_HEAD)
-    return folder / VALUE_HEAD
+def save_with_head(folder, value):
+    """A classifier whose head has this number everywhere."""
+    save(folder, KINDS["gpt2"])
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"score.weight": torch.full((1, 32), value)}, file, {"format": "pt"})
 
 
 def config(folder, **options):
@@ -119,20 +121,6 @@ def test_a_score_is_that_of_the_model_alone_whatever_the_batch(tmp_path, kind):
         assert single.value == pytest.approx(theirs, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
-def test_a_value_head_scores_the_last_token_of_a_causal_model(tmp_path, kind):
-    base = KINDS["qwen2, padding is the end of a text"] if kind == "qwen2" else GPT2
-    model = save(tmp_path, {k: v for k, v in base.items() if k != "num_labels"}, "AutoModelForCausalLM")
-    weight, bias = torch.randn(1, 32), torch.tensor([0.25])
-    save_value_head(tmp_path, weight, bias)
-    rewards = score_all(config(tmp_path), RESPONSES)
-    for response, reward in zip(RESPONSES, rewards, strict=True):
-        with torch.inference_mode():
-            hidden = model(torch.tensor([chat_ids(response)]), output_hidden_states=True).hidden_states[-1]
-        # hidden_states[-1] stands after the final normalisation; the last token is <e>, which is the padding too
-        assert reward.value == pytest.approx(float(hidden[0, -1] @ weight[0]) + 0.25, abs=1e-4)
-
-
 def test_plain_is_one_text_after_the_other_and_pair_is_two(tmp_path):
     tokenizer = char_tokenizer(adds_bos=True)
     model = save(tmp_path / "llama", KINDS["llama, no padding token"], tokenizer=tokenizer)
@@ -167,12 +155,11 @@ def test_a_response_cannot_write_control_tokens():
     assert ids.count(1) == 2  # after the prompt and after the response
 
 
-@pytest.mark.parametrize(("above", "correct"), [(None, None), (0.0, True), (2.5, False), (1e6, False)])
+@pytest.mark.parametrize(("above", "correct"), [(None, None), (-1.0, True), (0.0, False), (1e6, False)])
 def test_correct_above_says_what_is_right(tmp_path, above, correct):
-    save(tmp_path, GPT2, "AutoModelForCausalLM")
-    save_value_head(tmp_path, torch.zeros(1, 32), torch.tensor([2.5]))
+    save_with_head(tmp_path, 0.0)
     (reward,) = score_all(config(tmp_path, correct_above=above), ["4"])
-    assert (reward.correct, reward.value, reward.parts) == (correct, 2.5, {"score": 2.5})
+    assert (reward.correct, reward.value, reward.parts) == (correct, 0.0, {"score": 0.0})
 
 
 def test_a_text_that_is_too_long_fails_alone(tmp_path):
@@ -184,8 +171,7 @@ def test_a_text_that_is_too_long_fails_alone(tmp_path):
 
 
 def test_a_score_that_is_no_number_is_a_failed_one(tmp_path):
-    save(tmp_path, GPT2, "AutoModelForCausalLM")
-    save_value_head(tmp_path, torch.full((1, 32), 3e38), torch.zeros(1))
+    save_with_head(tmp_path, 3e38)
     rewards = score_all(config(tmp_path), ["4"])
     assert rewards[0].error is not None and "not a finite number" in rewards[0].error
 
@@ -198,15 +184,13 @@ def edit(file, **changes):
 
 
 def drop(folder, name):
-    from safetensors.torch import load_file, save_file
-
     file = folder / "model.safetensors"
     save_file({k: v for k, v in load_file(file).items() if k != name}, file, {"format": "pt"})
 
 
 def test_a_model_without_a_trained_head_is_refused_and_not_given_a_random_one(tmp_path):
     save(tmp_path, {k: v for k, v in KINDS["llama, padding"].items() if k != "num_labels"}, "AutoModelForCausalLM")
-    with pytest.raises(RewardError, match=r"language model \(LlamaForCausalLM\) without value_head.safetensors"):
+    with pytest.raises(RewardError, match=r"language model \(LlamaForCausalLM\), not a reward model"):
         load_network(config(tmp_path))
     # also where the config claims that it is one
     edit(
@@ -313,12 +297,11 @@ def test_a_model_whose_batches_are_not_its_own_scores_is_refused(tmp_path, monke
 
     def from_the_end(self, *args, **kwargs):
         """As if the positions of a text were counted from the end of its batch."""
-        ids = kwargs["input_ids"]
+        ids = args[0] if args else kwargs["input_ids"]
         kwargs["position_ids"] = torch.arange(ids.shape[1]).flip(0)[None]
         return forward(self, *args, **kwargs)
 
-    save(tmp_path, GPT2, "AutoModelForCausalLM")
-    save_value_head(tmp_path, torch.randn(1, 32), torch.zeros(1))
+    save(tmp_path, KINDS["gpt2"])
     load_network(config(tmp_path))
     forward = GPT2Model.forward
     monkeypatch.setattr(GPT2Model, "forward", from_the_end)
@@ -335,37 +318,6 @@ def test_a_text_that_no_batch_can_hold_is_refused_at_parse():
 def test_a_gpu_that_is_not_there_is_said(tmp_path):
     with pytest.raises(RewardError, match=r"use reward\.device=cpu"):
         load_network(config(tmp_path, device="cuda"))
-
-
-# value heads
-
-
-def test_a_value_head_is_read_as_it_was_written(tmp_path):
-    weight, bias = torch.randn(1, 8), torch.tensor([-1.5])
-    file = save_value_head(tmp_path, weight, bias)
-    read = load_value_head(file, 8)
-    assert torch.equal(read[0], weight) and torch.equal(read[1], bias)
-    with pytest.raises(RewardError, match=r"weight must be \[1, 9\] and bias \[1\], got \[1, 8\] and \[1\]"):
-        load_value_head(file, 9)
-    file.write_bytes(b"half")
-    with pytest.raises(RewardError, match="cannot be read"):
-        load_value_head(file, 8)
-
-
-@pytest.mark.parametrize(
-    ("weight", "bias"),
-    [
-        (torch.zeros(8), torch.zeros(1)),
-        (torch.zeros(2, 8), torch.zeros(1)),
-        (torch.zeros(1, 8), torch.zeros(2)),
-        (torch.zeros(1, 8), torch.tensor(0.0)),
-        (torch.full((1, 8), math.nan), torch.zeros(1)),
-        (torch.zeros(1, 8), torch.tensor([math.inf])),
-    ],
-)
-def test_a_value_head_of_another_form_is_refused(tmp_path, weight, bias):
-    with pytest.raises(RewardError, match=r"must be|holds NaN"):
-        load_value_head(save_value_head(tmp_path, weight, bias), 8)
 
 
 # batches and time

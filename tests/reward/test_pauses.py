@@ -61,6 +61,3 @@ def test_pauses_double_and_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "uniform", lambda low, high: low)
     assert seven() == [0.5, 1, 2, 4, 8, 15, 15]
     assert seven(5.0) == [5, 5, 5, 5, 8, 15, 15]  # never shorter than the server wants
-    # with the eight retries of the judge's default at least a minute, also with the shortest pauses
-    pauses = Pauses(1.0, 30.0)
-    assert sum(pauses.next() for _ in range(8)) >= 60

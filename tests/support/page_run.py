@@ -95,7 +95,7 @@ def served(*folders: Path, token: str | None = None, host: str = "127.0.0.1") ->
     from dapo.util.serving import listening_socket
 
     listening = listening_socket(host, [0])
-    server = make_server(folders, token, period=0.05)
+    server = make_server(folders, token)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:

@@ -29,7 +29,7 @@ def group(draw: int, row: int, samples: Sequence[tuple[str, Reward]]) -> Group:
     """The texts of its samples, each with the reward that it was given."""
     ids = np.array([5], np.int32)
     made = [
-        Sample(draw, index, ids, np.zeros(1, np.float32), ids, "stop", text=text, reward=reward)
+        Sample(draw, index, ids, np.zeros(1, np.float32), ids, "stop", text=text, reward=reward, in_loss=False)
         for index, (text, reward) in enumerate(samples)
     ]
     return Group(draw, Prompt(row, ROWS[row]["prompt"], (5,), ROWS[row]["answer"]), tuple(made))

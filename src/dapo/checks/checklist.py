@@ -64,7 +64,6 @@ def entries() -> list[Entry]:
         Entry("sandbox", "reward", rewards.check_sandbox),
         Entry("reward", "reward", rewards.check_reward, rewards.SECONDS + 15.0),
         Entry("weights", "model", model.check_weights, 300.0),
-        Entry("reading", "model", sampling.check_reading, 120.0),
         Entry("agreement", "model", sampling.check_agreement, 120.0),
         Entry("probe", "data", sampling.check_probe, sampling.PROBE_SECONDS + 30.0),
     ]

@@ -214,7 +214,6 @@ def check_tokens(context: CheckContext) -> Iterator[Finding]:
     more = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
     yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{more}")
     yield from _stop_tokens(context, owner, loading.stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
-    yield from _padding(context, rows)
     notice_generation_config(owner, said := _Heard())
     for text in said.warnings:
         yield _warning("generation-config", text, "take them out of generation_config.json")
@@ -311,20 +310,6 @@ def _end_of_turn(context: CheckContext) -> int | None:
         return None
     after = ids[len(ids) - ids[::-1].index(said[0]) :]
     return next((i for i in after if i in tokenizer.all_special_ids), None)
-
-
-def _padding(context: CheckContext, rows: int) -> Iterator[Finding]:
-    tokenizer = context.tokenizer
-    pad = tokenizer.pad_token_id
-    if pad is not None and pad >= rows:
-        text = f"the tokenizer's pad token {tokenizer.pad_token!r}={pad} is none of the model's {rows} rows; training "
-        text += "takes lengths from the engine and never pads, but other programs will"
-        yield _warning("padding", text, "tokenizer.pad_token = tokenizer.eos_token, and save it")
-        return
-    told = "none, and none is needed" if pad is None else f"{tokenizer.pad_token}={pad}"
-    if pad is not None and pad == tokenizer.eos_token_id:
-        told += " (also ends a response; lengths come from the engine, so that does no harm)"
-    yield Finding("model", "padding", "pass", told)
 
 
 def check_bos(context: CheckContext) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dapo.checks.answers import marker_of, spread, strip_marker
 from dapo.checks.context import CheckContext, Finding
-from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeReward, MathReward, RewardConfig
+from dapo.config import CodeReward, ComposeReward, Config, ExactReward, MathReward, RewardConfig
 from dapo.config.composed_reward import plain_rewards
 from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
@@ -70,7 +70,7 @@ def _program(prompt: Prompt, key: str) -> str | None:
 
 
 def _is_costly(reward: Any) -> bool:
-    return isinstance(reward, RemoteReward | JudgeReward)
+    return isinstance(reward, RemoteReward)
 
 
 def impatient(reward: RewardConfig) -> RewardConfig:
@@ -84,8 +84,6 @@ def impatient(reward: RewardConfig) -> RewardConfig:
     if isinstance(reward, RemoteReward):
         limit = {"give_up_after_s": REACHED_WITHIN_S, "timeout_s": min(reward.timeout_s, 30.0)}
         return reward.model_copy(update=limit)
-    if isinstance(reward, JudgeReward):
-        return reward.model_copy(update={"retries": 1, "timeout_s": min(reward.timeout_s, 30.0)})
     return reward
 
 

@@ -1,27 +1,19 @@
-"""Checks with the model itself: does it know the ids, do engine and trainer agree, will dynamic sampling find enough.
-
-The ids are known where the model reads the recipe's text, or answers behind its prompts, better than a blind guess
-(ln V nats a token, V the vocabulary). A model that was only trained on responses reads prompts worse than that (the
-demo's: 6.9 nats, a guess 2.9), and one that thinks first also bare answers (4.8). So where all texts surprise it,
-their ids are shuffled: who knows the ids reads them far better than any others in their place. What is left may
-still be a text of which the model knows nothing, so that this only warns."""
+"""Checks with the model itself: do engine and trainer agree, will dynamic sampling find enough."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from dapo.algorithm.admission import GroupVerdict, judge
 from dapo.checks.answers import spread
 from dapo.checks.context import CheckContext, Finding, NotAtHand
-from dapo.checks.rewards import forms_of, impatient, scores
+from dapo.checks.rewards import impatient, scores
 from dapo.config import Config
 from dapo.evaluation.statistics import estimate_share
 from dapo.model.loading import copy_model, stop_token_ids
@@ -34,7 +26,7 @@ from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.seeds import sample_seed
 from dapo.training.mismatch import measure_mismatch
-from dapo.training.packing import pack, pack_demonstrations
+from dapo.training.packing import pack
 from dapo.training.policy import Policy
 
 AGREE_WITHIN = {"float32": 0.02, "bfloat16": 0.1}
@@ -42,8 +34,6 @@ AGREE_WITHIN = {"float32": 0.02, "bfloat16": 0.1}
 _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 16
 _DRAW = -2  # numbered apart from the draws of training and evaluation
 PROBE_SECONDS = 600.0
-_SHIFTED_PROMPTS = 5
-"""So many prompts have to be answered as a neighbouring row wants it, and so many times more than as their own does."""
 
 
 def check_agreement(context: CheckContext) -> Iterator[Finding]:
@@ -111,36 +101,6 @@ def check_probe(context: CheckContext) -> Iterator[Finding]:
     if filters.enable and filters.metric == "acc" and _is_open(groups):
         raise NotAtHand("verdict of right or wrong")
     yield from judged(config, groups)
-    if config.reward.kind in ("math", "exact"):  # elsewhere a score may cost, or look at more than the answer
-        answers = {prompt.row: prompt.answer for prompt in source.untokenized()}
-        yield from asyncio.run(shifted(config, groups, answers))
-
-
-async def shifted(config: Config, groups: Sequence[Group], answers: Mapping[int, str | None]) -> list[Finding]:
-    """Whether most responses are right by the answer of the row before or after, and not by their own row's.
-
-    Only a model that solves prompts can show it; of one that does not, nothing is said. ``groups``: sampled and scored,
-    with texts. ``answers``: of all rows, by their number."""
-    own = sum(_most([s.verdict for s in g.scored]) for g in groups)
-    async with running(make_scorer(config.reward)) as scorer:
-        for shift, which in ((1, "next"), (-1, "previous")):
-            moved = [(g, answers.get(g.prompt.row + shift)) for g in groups]
-            asked = [(g, replace(g.prompt, answer=a)) for g, a in moved if a not in (None, g.prompt.answer)]
-            texts = [(prompt, s.text) for g, prompt in asked for s in g.samples]
-            found = iter(await scores(scorer, texts, [s.finish_reason for g, _ in asked for s in g.samples]))
-            right = sum(_most([next(found) for _ in g.samples]) for g, _ in asked)
-            if right >= _SHIFTED_PROMPTS and own <= right / _SHIFTED_PROMPTS:
-                text = (
-                    f"of {len(groups)} prompts {right} are mostly answered as the {which} row wants it, and {own} as "
-                    "their own row does: the answers have been shifted against the prompts"
-                )
-                fix = f"pair each prompt with the answer of the {which} row, and look for where they were joined"
-                return [Finding("data", "probe-shifted", "warn", text, fix)]
-    return []
-
-
-def _most(verdicts: Sequence[Reward]) -> bool:
-    return sum(verdict.correct is True for verdict in verdicts) > len(verdicts) / 2
 
 
 def _is_open(groups: Sequence[Group]) -> bool:
@@ -154,10 +114,10 @@ async def _scored(context: CheckContext, prompts: Sequence[Prompt]) -> list[Grou
     texts = [(prompt, template.decode(s.token_ids.tolist())) for prompt, s in samples]
     async with running(make_scorer(impatient(config.reward))) as scorer:
         rewards = iter(await scores(scorer, texts, [s.finish_reason for _, s in samples]))
-    metric, said = config.algorithm.filter_groups.metric, iter([text for _, text in texts])
+    metric = config.algorithm.filter_groups.metric
 
     def judged_sample(sample: Sample) -> Sample:
-        return replace(sample, text=next(said), reward=in_place_of_failed(next(rewards), config.reward, metric))
+        return replace(sample, reward=in_place_of_failed(next(rewards), config.reward, metric))
 
     return [replace(g, samples=tuple(map(judged_sample, g.samples))) for g in groups]
 
@@ -239,79 +199,3 @@ def _advice(counts: Counter[GroupVerdict]) -> str:
     if counts[GroupVerdict.TOO_FEW_SCORED] > counts[GroupVerdict.ALL_WRONG]:
         return "mend the reward: its scores fail"
     return "easier prompts, a stronger model, or a larger rollout.samples_per_prompt"
-
-
-_READ_PROMPTS, _READ_TOKENS, _ENOUGH = 16, 64, 60
-_MARGIN = 1.0  # Nats above ln V. Random models of the tests are within 0.4.
-_SHUFFLES, _KNOWN = 8, 1.0  # so many nats below the best of so many shuffles says that the ids are known
-
-Pair = tuple[Sequence[int], Sequence[int]]  # token ids that are given, and those that are read behind them
-
-
-def check_reading(context: CheckContext) -> Iterator[Finding]:
-    model, source = context.need(context.model, "model"), context.need(context.source, "tokenized data")
-    context.need(context.words_known, "vocabulary")
-    config = context.config
-    set_threads(config, model)  # of the thread that works here
-    prompts = spread(source.prompts, _READ_PROMPTS)
-    room = max(config.training.tokens_per_micro_batch, config.data.max_prompt_length + _READ_TOKENS)
-    policy = Policy(model, 1.0, room, torch.float32)
-    guess = math.log(model.get_input_embeddings().weight.shape[0])
-    texts = list(_texts(context, prompts))
-    losses = [log_loss(policy, pairs) for pairs in texts]
-    if not losses:
-        yield Finding("model", "reading", "pass", "the prompts are too short to tell whether the model can read them")
-        return
-    best = min(losses)
-    text = f"the model reads prompts or answers at {best:.1f} nats a token, a blind guess at {guess:.1f}"
-    if best <= guess + _MARGIN:
-        yield Finding("model", "reading", "pass", text)
-        return
-    special = set(context.tokenizer.all_special_ids)
-    shuffled = [min(log_loss(policy, pairs) for pairs in _shuffles(pairs, special)) for pairs in texts]
-    gain, loss, other = max((other - loss, loss, other) for loss, other in zip(losses, shuffled, strict=True))
-    if gain >= _KNOWN:
-        text = f"the model reads text of this kind at {loss:.1f} nats a token, and at {other:.1f} or more with other "
-        yield Finding("model", "reading", "pass", f"{text}ids")
-        return
-    told = f"{text}, and no better than with its ids shuffled: either its tokenizer is another model's, with other ids "
-    told += "for the same words, or it knows nothing of such text"
-    fix = "model.tokenizer=FOLDER of the tokenizer that the model was trained with; dapo generate shows what it writes"
-    yield Finding("model", "reading", "warn", told, fix)
-
-
-def _texts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Sequence[Pair]]:
-    """The rows' prompts as text, then what may stand behind them: worked solutions, and answers in each form."""
-
-    def ids_of(text: str) -> list[int]:
-        return list(context.tokenizer(text, add_special_tokens=False)["input_ids"])[:_READ_TOKENS]
-
-    rows = [ids for p in prompts if len(ids := ids_of(p.text)) > 1]
-    if sum(map(len, rows)) >= _ENOUGH:
-        yield [(ids[:1], ids[1:]) for ids in rows]
-    for write in (_solution, *(write for _, write in forms_of(context.config.reward))):
-        pairs = [(p.token_ids, ids) for p in prompts if (text := write(p)) is not None and (ids := ids_of(text))]
-        if pairs:
-            yield pairs
-
-
-def _shuffles(pairs: Sequence[Pair], special: set[int]) -> Iterator[Sequence[Pair]]:
-    """The same texts with ids that changed places, each time others, but the same ones throughout. Only those that
-    occur: a tokenizer of another model has short words among the first ids, too, where any model knows common ones."""
-    ids = sorted({token for given, read in pairs for token in (*given, *read)} - special)
-    for seed in range(_SHUFFLES):
-        other = dict(zip(ids, np.random.default_rng(seed).permutation(ids).tolist(), strict=True))
-        yield [(_renamed(given, other), _renamed(read, other)) for given, read in pairs]
-
-
-def _renamed(ids: Iterable[int], other: Mapping[int, int]) -> list[int]:
-    return [other.get(token, token) for token in ids]
-
-
-def _solution(prompt: Prompt) -> str | None:
-    text = prompt.meta.get("solution")
-    return text if isinstance(text, str) else None
-
-
-def log_loss(policy: Policy, pairs: Sequence[Pair]) -> float:
-    return -float(policy.logprobs(pack_demonstrations(pairs)).mean())

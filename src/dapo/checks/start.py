@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dapo.config import Config
-from dapo.config.messages import GENERATION_CONFIG
 from dapo.config.tree import kl_in_loss_of_another
 from dapo.config.user_parts import own_part, own_parts
 from dapo.data.source import PromptSource
@@ -23,6 +22,15 @@ from dapo.training.objective_protocol import unit_of
 from dapo.util.user_code import load_named
 
 _SHOWN_DOUBTS = 3
+_GENERATION_CONFIG: Mapping[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0),
+    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
+    "watermarking_config": None,
+}
+"""Changes of the logits that a model's generation config may hold, each with the value that does nothing."""
 
 
 def check_own_parts(config: Config, objective: Any = None, engine: Any = None) -> None:
@@ -145,8 +153,8 @@ def check_vocabulary(model: Any, tokenizer: Any, config: Config, listener: Liste
 def notice_generation_config(model: Any, listener: Listener) -> None:
     """Say what a model's generation config asks for and does not get: a change of the logits before sampling."""
     wanted = getattr(model, "generation_config", None)
-    values = {name: getattr(wanted, name, None) for name in GENERATION_CONFIG}
-    asked = [f"{name} {value}" for name, value in values.items() if value and value != GENERATION_CONFIG[name]]
+    values = {name: getattr(wanted, name, None) for name in _GENERATION_CONFIG}
+    asked = [f"{name} {value}" for name, value in values.items() if value and value != _GENERATION_CONFIG[name]]
     if asked:
         listener.warning(
             f"the model's generation_config.json asks for {', '.join(asked)}; not applied, because the "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, Overrides, complete_recipe
+from dapo.commands.shared.options import AsJson, Debug, Overrides, Recipe
 from dapo.commands.shared.output import status_line
 from dapo.util.terminal import Terminal, visible
 
@@ -21,9 +21,7 @@ _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 
 def doctor(
-    recipe: Annotated[
-        Path, typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe)
-    ],
+    recipe: Recipe,
     overrides: Overrides = None,
     probe: Annotated[
         int,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, Overrides, complete_recipe
+from dapo.commands.shared.options import AsJson, Debug, Overrides, Recipe
 from dapo.commands.shared.output import print_json, print_lines
 
 if TYPE_CHECKING:
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    recipe: Annotated[
-        Path, typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe)
-    ],
+    recipe: Recipe,
     overrides: Overrides = None,
     cluster: Annotated[
         str | None,

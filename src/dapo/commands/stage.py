@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, complete_run, is_setting
+from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, is_setting
 from dapo.commands.train import stopped_by_signals
 from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal, counted
@@ -25,7 +25,7 @@ Recipe = Annotated[
 ]
 Resume = Annotated[
     Path | None,
-    typer.Option(metavar="RUN", help="Go on with the run in this folder.", autocompletion=complete_run),
+    typer.Option(metavar="RUN", help="Go on with the run in this folder."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check recipe and rows, print what follows, start nothing.")]
 Curve = Annotated[

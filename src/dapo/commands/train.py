@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from dapo.commands.shared.errors import complain, errors_for_people, exit_code
-from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, complete_run, is_setting
+from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, is_setting
 from dapo.errors import ConfigError, UserError
 from dapo.util.terminal import Terminal
 
@@ -32,7 +32,6 @@ def train(
         typer.Option(
             metavar="RUN",
             help="Go on with the run in this folder, from its latest checkpoint. RECIPE may be left out.",
-            autocompletion=complete_run,
         ),
     ] = None,
     dry_run: Annotated[

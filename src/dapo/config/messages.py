@@ -16,38 +16,6 @@ from dapo.config.section import Problems, section_types
 from dapo.config.tree import Config
 from dapo.errors import shortened
 
-GENERATION_CONFIG: Mapping[str, Any] = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0),
-    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"), None),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
-    "watermarking_config": None,
-}
-"""Those that a model's generation config may hold, each with the value that does nothing."""
-
-TRUNCATIONS = frozenset(
-    {
-        *("typical_p", "epsilon_cutoff", "eta_cutoff", "tfs", "tfs_z", "top_a", "top_n_sigma", "xtc_threshold"),
-        *("xtc_probability", "mirostat", "mirostat_tau", "mirostat_eta", "mirostat_mode", "dynatemp_range"),
-    }
-)
-"""Those that leave tokens out, or change the temperature, as a response goes."""
-
-PROCESSORS = (
-    frozenset(
-        {
-            *GENERATION_CONFIG,
-            *("presence_penalty", "frequency_penalty", "logits_bias", "logit_bias", "allowed_token_ids"),
-            *("logits_processor", "logits_processors", "bad_words", "min_tokens"),
-            *("guided_decoding", "guided_regex", "guided_json", "guided_choice", "guided_grammar"),
-        }
-    )
-    - TRUNCATIONS
-)
-"""Those that change the logits, by what came before or by the user's wish."""
-
-
 _SWITCHED_BY = {
     "model.lora": ("rank", "0", "16"),
     "algorithm.kl": ("mode", "off", "loss"),
@@ -69,10 +37,7 @@ def explain(item: Any, source: str, where: Mapping[str, str], root: type[BaseMod
         if key not in where:  # a section that only overrides name: the key that one gives
             named = next((one for one in where if one.startswith(f"{key}.")), key)
             place, key = _place(named, source, where), key if kind else named
-        refused = None if kind else _refusal(path)
-        if refused:
-            yield f"{place}: {key}: {refused}"
-        elif kind and _kinds_with(path[-1]):
+        if kind and _kinds_with(path[-1]):
             of = f"{'.'.join(path[:-1])}.kind={kind}"
             yield f"{place}: {key}: not a key of {of}; it belongs to {', '.join(_kinds_with(path[-1]))}"
         else:
@@ -96,21 +61,6 @@ def explain(item: Any, source: str, where: Mapping[str, str], root: type[BaseMod
         given = _shown(item["input"])
         hint = ELSEWHERE.get(f"{key}={given.lower()}".replace("'", ""), hint)
         yield f"{place}: {key}: {item['msg'].removeprefix('Value error, ')}, got {given}{hint and f'; {hint}'}"
-
-
-def _refusal(path: Sequence[str]) -> str | None:
-    """Why there is no such key, where that is on purpose; None: nothing is known of it."""
-    if len(path) > 1 and path[0] not in ("rollout", "evaluation"):
-        return None
-    why = "the log-probabilities recorded would not be those of the policy"
-    if path[-1] in PROCESSORS:
-        return f"is refused: it changes the logits that tokens are sampled from, so that {why}; leave it out"
-    if path[-1] in TRUNCATIONS:
-        has = "an evaluation may have top_k, top_p and min_p" if path[0] == "evaluation" else "leave it out"
-        return f"is refused: it changes the distribution that tokens are sampled from, so that {why}; {has}"
-    if list(path) == ["rollout", "min_p"]:
-        return "truncated sampling is refused for rollouts (it changes the distribution); evaluation.min_p is a key"
-    return None
 
 
 def _without_tags(path: list[str]) -> tuple[list[str], str | None]:

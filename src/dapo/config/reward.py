@@ -109,7 +109,7 @@ class CodeReward(WorkerReward):
 
 class ModelReward(RewardBase):
     kind: Literal["model"]
-    """The score of a reward model: a sequence classifier with one output, or a causal model with a value head."""
+    """The score of a reward model: a sequence classifier with one output."""
     path: PathText
     """Folder in Hugging Face layout, or a name on the hub."""
     tokenizer: PathText | None = None
@@ -142,61 +142,11 @@ class ModelReward(RewardBase):
         return self
 
 
-class JudgeReward(RewardBase):
-    FILES: ClassVar[tuple[str, ...]] = ("rubric",)
-
-    kind: Literal["judge"]
-    """The grade that a language model behind an OpenAI-compatible endpoint gives."""
-    url: str
-    """Base address of the endpoint, such as http://127.0.0.1:8000/v1."""
-    model: str
-    """Name of the model there."""
-    rubric: PathText | None = None
-    """File with the message to the judge, beside the recipe: a Jinja template over `prompt`, `response`, `answer`,
-    `meta` (the row's other keys), `scale` and `fence` (a line that the response cannot hold, to put around it). It must
-    ask for a last line `Grade: N`. Null: a built-in one."""
-    api_key_env: str | None = None
-    """Environment variable that holds the key of the endpoint."""
-    scale: tuple[float, float] = (0.0, 10.0)
-    """Lowest and highest grade that the rubric asks for; a grade outside is no grade."""
-    correct_at: float | None = None
-    """A response is correct if its grade is at least this; null: right and wrong are left open."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of the judge."""
-    max_tokens: int = Field(1024, ge=1)
-    """Longest answer of the judge."""
-    retries: int = Field(8, ge=0)
-    """Times that a call is made again when it failed, with pauses that grow from 1 s to 30 s; when its answer holds no
-    grade, at most twice and without a pause."""
-    concurrency: int = Field(16, ge=1)
-    """Calls at once."""
-    cache: PathText | None = None
-    """Folder of answers that are kept, so that the same question is asked once; null: none are kept."""
-    timeout_s: float = Field(120.0, gt=0)
-    """Longest time for one call."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_an_address(cls, value: str) -> str:
-        check_address(value, "http://127.0.0.1:8000/v1", "api_key_env")
-        return value
-
-    @model_validator(mode="after")
-    def _grades_are_on_the_scale(self) -> JudgeReward:
-        low, high = self.scale
-        if low >= high:
-            raise Problems(f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]")
-        if self.correct_at is not None and not low <= self.correct_at <= high:
-            raise Problems(
-                f"correct_at: {self.correct_at:g} is not on the scale; use a grade from {low:g} to {high:g}, or null"
-            )
-        return self
-
-
 class RemoteReward(RewardBase):
-    """A reward that another program computes and serves over HTTP. ``TAKES_QUERY``: whether the address may end with
-    one; to that of most kinds, paths are added."""
+    """A reward that another program computes and serves over HTTP. ``EXAMPLE``: of an address. ``TAKES_QUERY``: whether
+    the address may end with one; to that of most kinds, paths are added."""
 
+    EXAMPLE: ClassVar[str] = "http://127.0.0.1:8000"
     TAKES_QUERY: ClassVar[bool] = False
 
     url: str
@@ -218,8 +168,47 @@ class RemoteReward(RewardBase):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
-        check_address(value, "http://127.0.0.1:8000", "token_env", query=cls.TAKES_QUERY)
+        check_address(value, cls.EXAMPLE, "token_env", query=cls.TAKES_QUERY)
         return value
+
+
+class JudgeReward(RemoteReward):
+    FILES: ClassVar[tuple[str, ...]] = ("rubric",)
+    EXAMPLE: ClassVar[str] = "http://127.0.0.1:8000/v1"
+
+    kind: Literal["judge"]
+    """The grade that a language model behind an OpenAI-compatible endpoint gives."""
+    model: str
+    """Name of the model there."""
+    rubric: PathText | None = None
+    """File with the message to the judge, beside the recipe: a Jinja template over `prompt`, `response`, `answer`,
+    `meta` (the row's other keys), `scale` and `fence` (a line that the response cannot hold, to put around it). It must
+    ask for a last line `Grade: N`. Null: a built-in one."""
+    scale: tuple[float, float] = (0.0, 10.0)
+    """Lowest and highest grade that the rubric asks for; a grade outside is no grade."""
+    correct_at: float | None = None
+    """A response is correct if its grade is at least this; null: right and wrong are left open."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of the judge."""
+    max_tokens: int = Field(1024, ge=1)
+    """Longest answer of the judge."""
+    cache: PathText | None = None
+    """Folder of answers that are kept, so that the same question is asked once; null: none are kept."""
+    responses_per_call: Literal[1] = 1
+    """Each question is asked by itself."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Longest time for one question; after it the question is asked again."""
+
+    @model_validator(mode="after")
+    def _grades_are_on_the_scale(self) -> JudgeReward:
+        low, high = self.scale
+        if low >= high:
+            raise Problems(f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]")
+        if self.correct_at is not None and not low <= self.correct_at <= high:
+            raise Problems(
+                f"correct_at: {self.correct_at:g} is not on the scale; use a grade from {low:g} to {high:g}, or null"
+            )
+        return self
 
 
 class ServerReward(RemoteReward):
@@ -261,8 +250,7 @@ class HttpReward(RemoteReward):
 
 class KServeReward(RemoteReward):
     kind: Literal["kserve"]
-    """A model behind the Open Inference Protocol (KServe V2, as Triton Inference Server speaks it); needs
-    `dapo-rl[kserve]`."""
+    """A model behind the Open Inference Protocol (KServe V2, as Triton Inference Server speaks it)."""
     model: str
     """Name of the model."""
     version: str = ""

@@ -32,7 +32,7 @@ from dapo.errors import LostError, UserError
 from dapo.util.files import file_hash, new_folder, read_json, size_text, write_json, writing
 
 MANIFEST = "manifest.json"
-FORMAT = 2  # of the state in a checkpoint: since this one there is a manifest
+FORMAT = 2  # of the state in a checkpoint
 RETRY_AFTER_S = 1.0
 WAIT_S, SLOWEST_DISK = 600.0, 20e6  # a write is waited for so many seconds, and one more for so many bytes
 

@@ -105,7 +105,7 @@ def _measures(path: Path, rows: list[Row]) -> list[Row]:
     nothing: list[Row] = [{} for _ in rows]
     try:
         arrays = TokenArrays.read(path)
-    except UserError:  # an older run has none
+    except UserError:  # gone, or damaged
         return nothing
     if arrays.lengths.tolist() != [row["length"] for row in rows]:
         return nothing

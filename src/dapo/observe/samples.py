@@ -116,7 +116,7 @@ class TokenArrays:
     ``token_ids`` int32, ``logprobs`` float32 (the engine's, nats) and ``versions`` int32. Of each group once:
     ``prompt_lengths`` int32 ``[G]`` and ``prompt_ids`` int32 ``[P]``. Per response token, NaN where they were not
     computed: ``trainer_logprobs`` float32, by the weights at the start of the step, and ``entropy`` float16, before the
-    first update that the token is in. Earlier versions stored neither, and checksums are without them.
+    first update that the token is in; checksums are without these two.
     """
 
     lengths: Any
@@ -132,8 +132,8 @@ class TokenArrays:
     _TYPES: ClassVar[Mapping[str, Any]] = {
         **{"lengths": np.int32, "checksums": np.uint32, "token_ids": np.int32, "logprobs": np.float32},
         **{"versions": np.int32, "prompt_lengths": np.int32, "prompt_ids": np.int32},
+        **{"trainer_logprobs": np.float32, "entropy": np.float16},
     }
-    _COMPUTED: ClassVar[Mapping[str, Any]] = {"trainer_logprobs": np.float32, "entropy": np.float16}
 
     @classmethod
     def of(cls, groups: Sequence[Group], seen: Mapping[Key, tuple[Any, Any]] | None = None) -> TokenArrays:
@@ -159,7 +159,7 @@ class TokenArrays:
     def to_bytes(self) -> bytes:
         from safetensors.numpy import save
 
-        return bytes(save({name: getattr(self, name) for name in (*self._TYPES, *self._COMPUTED)}))
+        return bytes(save({name: getattr(self, name) for name in self._TYPES}))
 
     @classmethod
     def read(cls, path: Path) -> TokenArrays:
@@ -169,17 +169,14 @@ class TokenArrays:
         try:
             with safe_open(path, framework="numpy") as file:  # each array is read by itself: no copy of the whole file
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            for name, kind in cls._COMPUTED.items():
-                found.setdefault(name, np.full(len(found["token_ids"]), np.nan, kind))
-            kinds = {**cls._TYPES, **cls._COMPUTED}
-            arrays = cls(**{n: found[n].astype(kind, casting="safe", copy=False) for n, kind in kinds.items()})
+            arrays = cls(**{n: found[n].astype(kind, casting="safe", copy=False) for n, kind in cls._TYPES.items()})
             arrays._check()
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise UserError(f"{path}: not the tokens of a step: {type(error).__name__}: {error}") from None
         return arrays
 
     def _check(self) -> None:
-        per_token = ("token_ids", "logprobs", "versions", *self._COMPUTED)
+        per_token = ("token_ids", "logprobs", "versions", "trainer_logprobs", "entropy")
         for sizes, names in (("lengths", per_token), ("prompt_lengths", ("prompt_ids",))):
             for name in names:
                 counts = getattr(self, sizes)

@@ -34,23 +34,15 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: Path, config: str, keep_until: int | None = None) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import FileWriter
-        from torch.utils.tensorboard import summary as summaries
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._summary: Any = Summary
-        self._text: Any = summaries.text
-        self._writer: Any = FileWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder), purge_step=None if keep_until is None else keep_until + 1)
         if keep_until is None:
             self._add_text("config", config.splitlines(), 0)
-        else:
-            self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), keep_until + 1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers_of(metrics).items()]
-        if values:  # in one event: each in its own takes several times as long
-            self._writer.add_summary(self._summary(value=values), step)
+        for name, value in numbers_of(metrics).items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
@@ -58,7 +50,7 @@ class TensorBoardTracker:
 
     def _add_text(self, name: str, lines: Sequence[str], step: int) -> None:
         code = "\n".join(f"    {visible(line)}" for line in lines)
-        self._writer.add_summary(self._text(name, code), step)
+        self._writer.add_text(name, code, step)
         self._writer.flush()
 
     def close(self) -> None:

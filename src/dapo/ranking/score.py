@@ -138,9 +138,6 @@ def is_reward_model(path: str) -> bool:
             return dict(read_json(place(name)))
         return {}
 
-    with contextlib.suppress(OSError, ValueError):
-        if place("value_head.safetensors").is_file():
-            return True
     classifies = any("ForSequenceClassification" in str(one) for one in read("config.json").get("architectures") or ())
     return classifies or read("adapter_config.json").get("task_type") == "SEQ_CLS"
 

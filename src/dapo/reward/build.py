@@ -48,11 +48,7 @@ def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None
             from dapo.reward.model.scorer import ModelScorer
 
             return ModelScorer(config)
-        case JudgeReward():
-            from dapo.reward.judge.scorer import JudgeScorer
-
-            return JudgeScorer(config)
-        case ServerReward() | HttpReward() | KServeReward():
+        case ServerReward() | HttpReward() | KServeReward() | JudgeReward():
             return make_client(config)
         case ComposeReward():
             from dapo.reward.compose import ComposedScorer
@@ -62,15 +58,18 @@ def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None
             assert_never(config)
 
 
-def make_client(config: ServerReward | HttpReward | KServeReward) -> Scorer:
+def make_client(config: ServerReward | HttpReward | KServeReward | JudgeReward) -> Scorer:
     """Nothing is sent before ``start`` or the first score.
     Raises RewardError: a library is missing, or the environment variable of the token is not set."""
-    name = "kserve" if isinstance(config, KServeReward) else "remote"
-    with extra(name, f"reward.kind={config.kind}", RewardError):
+    with extra("remote", f"reward.kind={config.kind}", RewardError):
         if isinstance(config, KServeReward):
             from dapo.reward.client.kserve import KServeScorer
 
             return KServeScorer(config)
+        if isinstance(config, JudgeReward):
+            from dapo.reward.judge.scorer import JudgeScorer
+
+            return JudgeScorer(config)
         from dapo.reward.client.http import HttpScorer, ServerScorer
 
         return ServerScorer(config) if isinstance(config, ServerReward) else HttpScorer(config)

@@ -319,16 +319,6 @@ def test_a_changed_report_is_named_and_ends_the_way_to_later_steps(copied_run: P
     assert "an update on the way there does not come out as it was recorded" in later.missing[-1]
 
 
-def test_metrics_that_were_changed_are_named(copied_run: Path) -> None:
-    path = RunFolder(copied_run).metrics
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    for entry in entries:
-        entry["clip/high"] = 0.5
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    (found,) = replay(copied_run, 2, gradients=0, rewards=False).differences
-    assert found.what == "metrics.jsonl: clip/high" and found.recorded == 0.5
-
-
 def test_changed_weights_are_seen(copied_run: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
@@ -396,17 +386,6 @@ def test_a_stored_report_with_something_else_for_a_number_is_refused_with_update
             replay(copied_run, 1, gradients=0, rewards=False)
 
 
-def test_a_metric_that_is_no_number_differs(copied_run: Path) -> None:
-    path = RunFolder(copied_run).metrics
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    place = next(n for n, entry in enumerate(entries) if entry["step"] == 2)
-    for value in ODD:
-        entries[place]["loss"] = value
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-        found = replay(copied_run, 2, gradients=0, rewards=False)
-        assert [one.what for one in found.differences] == ["metrics.jsonl: loss"]
-
-
 @pytest.mark.parametrize("value", [{"packages": "text"}, {"resumed": "text"}, {"resumed": [3]}, {"cores": [1]}])
 def test_an_environment_that_says_nothing_is_no_obstacle(copied_run: Path, value: dict[str, Any]) -> None:
     path = RunFolder(copied_run).environment
@@ -417,22 +396,13 @@ def test_an_environment_that_says_nothing_is_no_obstacle(copied_run: Path, value
 # --- something is not there ---------------------------------------------------------------------------------------
 
 
-def test_a_run_without_tokens_still_has_its_rewards_and_advantages(copied_run: Path) -> None:
-    place, line = trained(copied_run, 2)
-    for step in (1, 2, 3):
-        tokens_path(RunFolder(copied_run).samples, step).unlink()
-        updates_path(RunFolder(copied_run).samples, step).unlink()
-    found = replay(copied_run, 2)
-    assert told(found) == [] and found.rewards is not None
-    assert [one.split(":")[0] for one in found.missing] == ["tokens", "losses and gradients"]
-    assert "step-00002.safetensors is not there" in found.missing[0]
-    change_lines(copied_run, 2, lambda lines: lines[place].update(advantage=0.25))
-    assert told(replay(copied_run, 2)) == [("advantage", line["draw"], line["index"])]
-
-
-def test_a_step_without_tokens_on_the_way_is_named(copied_run: Path) -> None:
-    tokens_path(RunFolder(copied_run).samples, 2).unlink()
-    assert "no tokens were stored of step 2" in replay(copied_run, 3, rewards=False).missing[-1]
+@pytest.mark.parametrize("path_of", [tokens_path, updates_path])
+def test_a_step_without_one_of_its_files_is_no_step_of_a_run(copied_run: Path, path_of: Any) -> None:
+    path = path_of(RunFolder(copied_run).samples, 2)
+    path.unlink()
+    with pytest.raises(UserError, match=path.name):
+        replay(copied_run, 2, rewards=False)
+    assert path.name in replay(copied_run, 3, rewards=False).missing[-1], "nor on the way to another one"
     assert replay(copied_run, 1, gradients=0).missing == []
 
 
@@ -535,13 +505,6 @@ def test_what_the_trainer_computed_is_stored_of_what_it_trained_on(kept_run: Pat
                     row["logprob_engine"], abs=1e-4
                 )
     assert compared
-
-
-def test_tokens_of_an_earlier_version_lack_what_the_trainer_computed(copied_run: Path) -> None:
-    change_tokens(copied_run, 1, lambda arrays: [arrays.pop(name) for name in ("trainer_logprobs", "entropy")])
-    arrays = TokenArrays.read(tokens_path(RunFolder(copied_run).samples, 1))
-    assert np.isnan(arrays.trainer_logprobs).all() and len(arrays.entropy) == len(arrays.token_ids)
-    assert replay(copied_run, 1).differences == []
 
 
 def test_all_files_of_later_steps_go_when_they_are_made_again(copied_run: Path) -> None:

@@ -22,7 +22,6 @@ from dapo.commands.report import figures
 from dapo.commands.report.content import sections_of
 from dapo.commands.report.extremes import extremes
 from dapo.observe.costs import costs, gains, gpus_of
-from dapo.observe.index import SampleIndex
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.records import Reward
@@ -128,8 +127,7 @@ def test_a_run_that_was_told_to_stay_on_the_cpu_had_no_gpu(tmp_path: Path) -> No
 # --- samples ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("indexed", [False, True])
-def test_best_and_worst_are_by_reward_one_of_each_prompt_the_latest_first(tmp_path: Path, indexed: bool) -> None:
+def test_best_and_worst_are_by_reward_one_of_each_prompt_the_latest_first(tmp_path: Path) -> None:
     failed = Reward(None, 0.0, error="timed out")
     stored_run(
         tmp_path / "r",
@@ -138,17 +136,13 @@ def test_best_and_worst_are_by_reward_one_of_each_prompt_the_latest_first(tmp_pa
             2: [group(1, 0, [("new right", RIGHT), ("failed", failed)]), group(2, 1, [("half", Reward(None, 0.5))])],
         },
     )
-    if indexed:
-        pytest.importorskip("duckdb")
-        assert SampleIndex(tmp_path / "r").update() == 2
     steps, best, worst = extremes(RunView.read(tmp_path / "r"))
     assert steps == [1, 2]
     assert [sample["response"] for sample in best] == ["new right", "half"]
     assert [sample["response"] for sample in worst] == ["old wrong", "half"]
 
 
-@pytest.mark.parametrize("indexed", [False, True])
-def test_of_equals_the_shortest_good_one_and_the_longest_bad_one_are_shown(tmp_path: Path, indexed: bool) -> None:
+def test_of_equals_the_shortest_good_one_and_the_longest_bad_one_are_shown(tmp_path: Path) -> None:
     texts = [("right, 4 tokens", RIGHT), ("right, 1", RIGHT), ("wrong, 1", WRONG), ("wrong, 4 tokens", WRONG)]
     given = group(0, 0, texts)
     sized = []
@@ -156,20 +150,8 @@ def test_of_equals_the_shortest_good_one_and_the_longest_bad_one_are_shown(tmp_p
         ids = np.full(length, 5, np.int32)
         sized.append(replace(sample, token_ids=ids, logprobs=ids.astype(np.float32), versions=ids))
     stored_run(tmp_path / "r", {1: [replace(given, samples=tuple(sized))]})
-    if indexed:
-        pytest.importorskip("duckdb")
-        assert SampleIndex(tmp_path / "r").update() == 1
     _, best, worst = extremes(RunView.read(tmp_path / "r"))
     assert [sample["response"] for sample in (*best, *worst)] == ["right, 1", "wrong, 4 tokens"]
-
-
-def test_with_an_index_every_step_counts(tmp_path: Path) -> None:
-    pytest.importorskip("duckdb")
-    rewards = {step: Reward(None, 2.0 if step == 50 else 1.0) for step in range(1, 101)}
-    stored_run(tmp_path / "r", {step: [group(step, step % 3, [("a", reward)])] for step, reward in rewards.items()})
-    SampleIndex(tmp_path / "r").update()
-    steps, best, _ = extremes(RunView.read(tmp_path / "r"))
-    assert (len(steps), best[0]["step"], best[0]["response"]) == (100, 50, "a")
 
 
 def test_of_a_long_run_some_steps_are_looked_at_the_first_and_the_last_among_them(tmp_path: Path) -> None:

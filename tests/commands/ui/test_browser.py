@@ -423,7 +423,7 @@ def test_seeds_are_one_curve_or_several_and_settings_that_are_no_default_are_mar
 def test_what_is_said_stays_true_when_a_run_goes_on_or_ends_and_no_news_of_it_came(page: Any, tmp_path: Path) -> None:
     shown, beside = page_run(tmp_path / "shown"), page_run(tmp_path / "beside")
     page.clock.install()
-    page.route("**/api/events*", lambda route: route.abort())
+    page.route("**/api/changes*", lambda route: route.abort())
     with served(tmp_path) as address, contextlib.ExitStack() as first, contextlib.ExitStack() as second:
         for folder, held in ((shown, first), (beside, second)):
             lock_file(held.enter_context((folder.root / ".lock").open("w")), fcntl.LOCK_EX)

@@ -85,12 +85,6 @@ def test_phases_add_up_to_the_step() -> None:
     assert sum(found["totals"].values()) == pytest.approx(9)
 
 
-def test_an_older_run_has_no_wall_time_and_its_steps_left_the_evaluation_out() -> None:
-    found = curves.phases([{"step": 1, "time/rollout": 2.0, "time/evaluation": 3.0, "time/step": 2.5}], points=10)
-    totals = {name: seconds for name, seconds in found["totals"].items() if seconds}
-    assert totals == {"rollout": 2.0, "evaluation": 3.0, "other": 0.5}
-
-
 def test_ages_are_stacked_by_number_and_not_by_name() -> None:
     entries = [{"step": n, "staleness/groups/10": 1, "staleness/groups/2": 4, "staleness/groups/0": n} for n in (1, 2)]
     found = curves.ages([*entries, {"step": 3}], points=10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import http.client
 import json
@@ -11,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -25,8 +22,6 @@ import pytest
 from typer.testing import CliRunner
 
 from dapo.commands import app as program
-from dapo.commands.ui.live import Live
-from dapo.commands.ui.runs import Runs
 from dapo.commands.ui.serving import PORTS, address_of, beside, token_for
 from dapo.config import ExactReward, TrainingConfig
 from dapo.errors import UserError
@@ -299,7 +294,7 @@ def test_a_token_opens_the_page_and_nothing_else_does(tmp_path: Path) -> None:
     page_run(tmp_path / "r")
     with served(tmp_path, token="right-ünd-long") as address:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "dapo_token=wrong"}):
-            for target in ("/", "/static/app.js", "/api/runs", "/api/events?run=r"):
+            for target in ("/", "/static/app.js", "/api/runs", "/api/changes?run=r"):
                 assert raw(address, target, headers)[0] == 401
         assert raw(address, "/?token=wrong", {})[0] == 401
 
@@ -338,81 +333,20 @@ def test_a_token_is_made_where_others_can_reach_the_page(monkeypatch: pytest.Mon
 # --- what is new ---------------------------------------------------------------------------------------------------
 
 
-def test_new_steps_come_as_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, looks, every = page_run(tmp_path / "r", steps=1), threading.Semaphore(0), Runs.all
-    monkeypatch.setattr(Runs, "all", lambda self: looks.release() or every(self))
-    with served(tmp_path) as address:
-        with urllib.request.urlopen(f"{address}/api/events?run=r", timeout=30) as stream:
-            assert stream.headers["Content-Type"].startswith("text/event-stream")
-            assert stream.readline() == b"event: hello\n"
-            for _ in range(2):  # when the second look begins, the first one has seen what is there already
-                assert looks.acquire(timeout=60)
-            add_step(folder, 2)
-            heard: dict[str, Any] = {}
-            name = "hello"
-            while not {"metrics", "samples"} <= set(heard):
-                line = stream.readline().decode()
-                if line.startswith("event: "):
-                    name = line.removeprefix("event: ").strip()
-                elif line.startswith("data: "):
-                    heard[name] = json.loads(line.removeprefix("data: "))
-        assert heard["metrics"]["run"] == "r" and heard["metrics"]["steps"] == 2
-        assert get(f"{address}/api/curves?run=r&metric=accuracy")[1]["r"]["accuracy"][-1][:2] == [2, 0.2]
-
-
-def opened(address: str) -> tuple[int, dict[str, str]]:
-    """The status of an answer that is not read, and its headers."""
-    try:
-        with urllib.request.urlopen(address, timeout=30) as answer:
-            return answer.status, dict(answer.headers)
-    except HTTPError as error:
-        return error.code, dict(error.headers)
-
-
-def test_no_more_pages_follow_than_may_and_one_that_leaves_makes_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dapo.commands.ui.live.MOST_STREAMS", 2)
-    with served(tmp_path) as address:
-        events = f"{address}/api/events?run=r"
-        first, second = (urllib.request.urlopen(events, timeout=30) for _ in range(2))
-        status, headers = opened(events)
-        assert status == 503 and headers["retry-after"] == "30"
-        first.close()
-        deadline = time.monotonic() + 30
-        while opened(events)[0] == 503:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        second.close()
-
-
-def test_one_looks_for_all_who_listen_and_each_hears_of_its_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, looks, every = page_run(tmp_path / "r", steps=1), [], Runs.all
+def test_what_has_changed_shows_by_run(tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r", steps=1)
     page_run(tmp_path / "other", steps=1)
-    monkeypatch.setattr(Runs, "all", lambda self: looks.append(1) or every(self))
-
-    async def follow() -> None:
-        live = Live(Runs([tmp_path]), threading.Event(), 0.001)
-        fast, slow, other = live.join(["r"]), live.join(["r"]), live.join(["other"])
-        (looking,) = asyncio.all_tasks() - {asyncio.current_task()}
-        while len(looks) < 2:  # what is there already is no news
-            await asyncio.sleep(0.001)
-        heard = fast.events()
-        assert (await anext(heard)).startswith("event: hello")
-        for step in (2, 3):
-            add_step(folder, step)
-            names: set[str] = set()
-            while not {"metrics", "samples"} <= names:
-                names.add((await anext(heard)).split("\n")[0].removeprefix("event: "))
-        assert len(slow._news) <= 3 and '"steps": 3' in slow._news["samples", "r"]
-        assert not {name for name, _ in other._news} - {"runs"}
-        for listener in (fast, slow, other):
-            live.leave(listener)
-        await asyncio.wait_for(looking, 30)
-
-    asyncio.run(follow())
+    with served(tmp_path) as address:
+        asked = f"{address}/api/changes?run=r&run=other&run=none"
+        before = get(asked)[1]
+        assert before["runs"] == ["other", "r"] and before["of"].keys() == {"other", "r"} and get(asked)[1] == before
+        add_step(folder, 2)
+        after = get(asked)[1]
+        assert [name for name in after["of"]["r"] if after["of"]["r"][name] != before["of"]["r"][name]] == [
+            *("metrics", "samples")
+        ]
+        assert after["of"]["other"] == before["of"]["other"]
+        assert get(f"{address}/api/curves?run=r&metric=accuracy")[1]["r"]["accuracy"][-1][:2] == [2, 0.2]
 
 
 # --- the process ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, complete_metric, complete_run, complete_status, step_range
+from dapo.commands.shared.options import AsJson, Debug, step_range
 from dapo.commands.shared.output import print_json, print_lines, terminal_width
 from dapo.errors import ConfigError, UserError
 from dapo.util.terminal import Terminal, counted, visible
@@ -23,17 +23,12 @@ if TYPE_CHECKING:
     from dapo.observe.samples import SampleFilter
 
 _sample_option = partial(typer.Option, rich_help_panel="Options for --samples")
-_Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of several.", autocompletion=complete_run)
-]
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of several.")]
 _METRICS = typer.Option(
     metavar="NAME,...",
     help="Show these metrics of every step, such as accuracy,'clip/*'.",
-    autocompletion=complete_metric,
 )
-_STATUS = _sample_option(
-    metavar="STATUS,...", help="Kept, or why not: kept, all_wrong, ...", autocompletion=complete_status
-)
+_STATUS = _sample_option(metavar="STATUS,...", help="Kept, or why not: kept, all_wrong, ...")
 
 
 class _Correct(StrEnum):

@@ -161,7 +161,7 @@ _LATER = "of updates after"
 def _cause(one: Difference, first: int | None) -> str:
     if one.update is not None:
         return f"of update {first}" if one.update == first else _LATER
-    return "of metrics.jsonl" if one.what.startswith("metrics.jsonl: ") else f"that differ so: {one.what}"
+    return f"that differ so: {one.what}"
 
 
 def difference(one: Difference) -> str:

@@ -146,11 +146,10 @@ def plain_number(value: Any) -> Any:
 
 
 def reports_differ(
-    recorded: Mapping[str, Any], made: Mapping[str, Any], tolerance: float, update: int | None
+    recorded: Mapping[str, Any], made: Mapping[str, Any], tolerance: float, update: int
 ) -> Iterator[Difference]:
     """Where numbers of an update are not what was recorded.
-    ``recorded``: by name; only names in both are compared. ``tolerance``: relative; 0: to the bit. ``update``: which
-    one, or None for means over the step."""
+    ``recorded``: by name; only names in both are compared. ``tolerance``: relative; 0: to the bit."""
     for name, now in made.items():
         was = recorded.get(name)
         if name in recorded and not _close(was, now, tolerance):

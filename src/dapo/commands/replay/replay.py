@@ -6,7 +6,6 @@ cannot be made again, the result says why, and the others are there all the same
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +29,8 @@ from dapo.model.placement import determinism
 from dapo.observe.changes import config_of_step
 from dapo.observe.run_view import RunView
 from dapo.orchestrator.batch_builder import BatchBuilder
-from dapo.orchestrator.step_metrics import statistic
 from dapo.records import Group, Sample
-from dapo.training.update_report import Mismatch, UpdateReport
+from dapo.training.update_report import UpdateReport
 
 _TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}
 """Relative difference of loss and gradient norm that other hardware or another order of additions may make."""
@@ -121,7 +119,7 @@ def replay(
         _rescore(found, view, config, phase)
     else:
         found.missing.append("rewards: not asked for")
-    trace = _Trace(stored, wanted, gradients, update, decode, of_step)
+    trace = _Trace(wanted, gradients, update, decode, of_step)
     _make_updates(found, view, config, stored, trace, phase)
     if wanted is not None:
         found.sample = trace.as_json()
@@ -177,13 +175,10 @@ def _batch(stored: StoredStep) -> dict[str, Any]:
         "tokens_trained": sum(sample.length for sample in trained),
         "loss_tokens": sum(int(part.loss_mask.sum()) for s in trained if s.in_loss for part in s.parts),
         "dropped": dict(Counter(status for _, status in stored.groups if status != "kept")),
-        "tokens_stored": stored.no_tokens is None,
     }
 
 
 def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Config) -> Callable[[int], str]:
-    if stored.no_tokens is not None:
-        found.missing.append(f"tokens: {stored.no_tokens}")
     folder = view.folder.model_before
     try:
         tokenizer = load_tokenizer(str(folder), config.model.trust_remote_code)
@@ -195,8 +190,7 @@ def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Confi
     except UserError as error:
         found.missing.append(f"texts of tokens: {folder} holds no tokenizer that can be loaded: {error}")
         return lambda token: ""
-    if stored.no_tokens is None:
-        found.differences += recompute.faults(differing_texts(stored, template.decode))
+    found.differences += recompute.faults(differing_texts(stored, template.decode))
     return lambda token: template.text([token])
 
 
@@ -204,9 +198,9 @@ def _check_versions(found: Replay, view: RunView, stored: StoredStep, config: Co
     """Compare the versions that tokens were sampled under with that which the run had after the step before."""
     after = {entry["step"]: entry.get("version") for entry in view.metrics}
     version = 0 if found.step == 1 else after.get(found.step - 1)
-    if stored.no_tokens is None and isinstance(version, int):
+    if isinstance(version, int):
         found.differences += recompute.compare_versions(stored, version, config.rollout.max_staleness)
-    elif stored.no_tokens is None:
+    else:
         found.missing.append(f"versions of tokens: metrics.jsonl does not say which one step {found.step - 1} led to")
 
 
@@ -238,7 +232,6 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
 
 @dataclass(slots=True)
 class _Trace:
-    stored: StoredStep
     wanted: tuple[Group, str, Sample] | None
     gradients: int
     update: int | None
@@ -266,7 +259,7 @@ class _Trace:
     def as_json(self) -> dict[str, Any]:
         assert self.wanted is not None
         group, status, sample = self.wanted
-        known = recompute.stored_tokens(sample, self.decode) if self.stored.no_tokens is None else []
+        known = recompute.stored_tokens(sample, self.decode)
         traced = self.traced if self.traced is not None else [{}] * len(known)
         return {
             "draw": group.draw,
@@ -287,8 +280,6 @@ def _make_updates(
         if config.algorithm.kl.mode == "reward":
             found.missing.append("shaped rewards and advantages: the KL in them needs the weights, see above")
 
-    if stored.no_tokens is not None:
-        return give_up(stored.no_tokens)
     if not stored.trained:
         return give_up("there was nothing to train on")
     if in_memory := view.algorithm_from_python:
@@ -323,8 +314,6 @@ def _make_updates(
     _report_updates(found, stored, reports, trace)
     if config.algorithm.kl.mode == "reward" and rerun.shaped is not None:
         found.differences += recompute.compare_groups(stored.trained, rerun.shaped)
-    if trace.update is None and len(reports) == len(found.updates):
-        _compare_with_metrics(found, view, config, list(reports.values()))
 
 
 def _report_updates(found: Replay, stored: StoredStep, reports: Mapping[int, UpdateReport], trace: _Trace) -> None:
@@ -333,44 +322,7 @@ def _report_updates(found: Replay, stored: StoredStep, reports: Mapping[int, Upd
         if number not in reports:
             found.missing.append(f"update {number}: the oldest weights of this step, in {found.start}, are later")
             continue
-        recorded = stored.reports[number] if stored.reports and number < len(stored.reports) else None
+        recorded = stored.reports[number] if number < len(stored.reports) else None
         planned["recomputed"] = flat_report(asdict(reports[number]))
         planned["recorded"] = None if recorded is None else flat_report(recorded)
         planned["gradient_norms"] = trace.norms.get(number, [])
-    if not stored.reports:
-        found.missing.append("single updates: their reports were not stored; the means over the step are compared")
-
-
-_MEANS = {
-    "entropy": "entropy",
-    "clip/low": "clip_low",
-    "clip/high": "clip_high",
-    "clip/dual": "clip_dual",
-    "ratio/mean": "ratio",
-    "kl/proximal": "proximal_kl",
-    "kl/reference": "reference_kl",
-}
-"""Metrics of a step and the statistics of the objective that they are means of."""
-
-
-def _compare_with_metrics(found: Replay, view: RunView, config: Config, reports: Sequence[UpdateReport]) -> None:
-    recorded = next((entry for entry in view.metrics if entry["step"] == found.step), None)
-    done = [report for report in reports if report.skipped is None]
-    if recorded is None:
-        found.missing.append(f"metrics: metrics.jsonl has no line of step {found.step}")
-        return
-    means: dict[str, Any] = {"updates": len(done), "tokens/loss": sum(report.loss_tokens for report in done)}
-    if done:
-        means |= {
-            "loss": statistics.fmean(report.loss for report in done),
-            "grad_norm": statistics.fmean(report.grad_norm for report in done),
-            "grad_norm/max": max(report.grad_norm for report in done),
-        }
-        means |= {name: statistic(done, key) for name, key in _MEANS.items() if name in recorded}
-    mismatch = sum((report.mismatch for report in reports), Mismatch())
-    if mismatch.tokens and config.proximal != "recompute":  # that one measures it over the whole batch
-        means |= {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum}
-    found.differences += [
-        recompute.Difference(f"metrics.jsonl: {d.what}", d.recorded, d.recomputed)
-        for d in recompute.reports_differ(recorded, means, found.tolerance, None)
-    ]

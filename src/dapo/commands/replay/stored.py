@@ -1,6 +1,4 @@
-"""One rollout step as it lies in the run folder, as the records that went through training.
-
-Runs of versions that stored no tokens have texts and numbers per sample only: ``tokens`` says what is missing then."""
+"""One rollout step as it lies in the run folder, as the records that went through training."""
 
 from __future__ import annotations
 
@@ -11,9 +9,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
-from dapo.commands.reward.rescore import stored_reward
 from dapo.errors import UserError
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import (
@@ -26,7 +21,7 @@ from dapo.observe.samples import (
     tokens_path,
     updates_path,
 )
-from dapo.records import Group, Prompt, Sample
+from dapo.records import Group, Prompt, Reward, Sample
 from dapo.util.differences import shown
 from dapo.util.files import read_json
 
@@ -81,7 +76,7 @@ _REPORT: Mapping[str, Kind] = {
     **dict.fromkeys(("tokens", "response_tokens", "loss_tokens"), _LENGTH),
     "skipped": _or_null(_TEXT),
 }
-"""The report of an update, but for what is nested in it; older runs have not all of it."""
+"""The report of an update, but for what is nested in it."""
 
 _MISMATCH: Mapping[str, Kind] = {"tokens": _LENGTH, "absolute_sum": NUMBER_OR_NULL}
 
@@ -102,7 +97,7 @@ def check_sample(line: Mapping[str, Any], place: str) -> None:
 
 def check_report(report: Mapping[str, Any], place: str) -> None:
     """``report``: of an update, as JSON. Raises UserError: as :func:`check_sample`."""
-    wrong = [f"{key}: missing" for key in ("loss", "grad_norm") if key not in report]  # what is compared above all
+    wrong = [f"{key}: missing" for key in _REPORT if key not in report]
     wrong += _wrong(report, _REPORT)
     for name in ("statistics", "mismatch"):
         nested = report.get(name, {})
@@ -128,15 +123,13 @@ def _refuse(wrong: list[str], place: str) -> None:
 @dataclass(frozen=True, slots=True)
 class StoredStep:
     """``groups``: all of the step, each with its status, in the order of the file; samples carry what was recorded of
-    reward, shaped reward and advantage. ``reports``: of the updates, as JSON; None: they were not stored. ``faults``:
-    where tokens, or what is said of them, were changed after they were written. ``no_tokens``: why there are none;
-    None: there are."""
+    reward, shaped reward and advantage. ``reports``: of the updates, as JSON. ``faults``: where tokens, or what is said
+    of them, were changed after they were written."""
 
     step: int
     groups: tuple[tuple[Group, str], ...]
-    reports: list[dict[str, Any]] | None
+    reports: list[dict[str, Any]]
     faults: tuple[tuple[int, int, str], ...]
-    no_tokens: str | None
 
     @property
     def trained(self) -> list[Group]:
@@ -153,15 +146,12 @@ def read_step(folder: RunFolder, step: int) -> StoredStep:
     if twice:
         draw, index = twice[0]
         raise UserError(f"{path}: sample {draw}:{index} is there twice; the file was changed after the run wrote it")
-    file, arrays, reason = tokens_path(folder.samples, step), None, None
-    if file.is_file():
-        arrays = TokenArrays.read(file)
-        if arrays.lengths.tolist() != [line["length"] for line in lines]:
-            raise UserError(f"{file}: holds other samples than {path.name}: their number or lengths differ")
-    else:
-        reason = f"{file.name} is not there (runs of versions before it stored no tokens)"
+    file = tokens_path(folder.samples, step)
+    arrays = TokenArrays.read(file)
+    if arrays.lengths.tolist() != [line["length"] for line in lines]:
+        raise UserError(f"{file}: holds other samples than {path.name}: their number or lengths differ")
     groups, faults = _groups(lines, arrays, str(file))
-    return StoredStep(step, groups, _reports(folder, step), faults, reason)
+    return StoredStep(step, groups, _reports(folder, step), faults)
 
 
 def differing_texts(stored: StoredStep, decode: Callable[[Sequence[int]], str]) -> list[tuple[int, int, str]]:
@@ -174,10 +164,8 @@ def differing_texts(stored: StoredStep, decode: Callable[[Sequence[int]], str]) 
     ]
 
 
-def _reports(folder: RunFolder, step: int) -> list[dict[str, Any]] | None:
+def _reports(folder: RunFolder, step: int) -> list[dict[str, Any]]:
     path = updates_path(folder.samples, step)
-    if not path.is_file():
-        return None
     try:
         found = read_json(path)
         if not isinstance(found, list) or not all(isinstance(report, dict) for report in found):
@@ -190,28 +178,26 @@ def _reports(folder: RunFolder, step: int) -> list[dict[str, Any]] | None:
 
 
 def _groups(
-    lines: Sequence[Mapping[str, Any]], arrays: TokenArrays | None, file: str
+    lines: Sequence[Mapping[str, Any]], arrays: TokenArrays, file: str
 ) -> tuple[tuple[tuple[Group, str], ...], tuple[tuple[int, int, str], ...]]:
     blocks = [list(block) for _, block in groupby(lines, key=lambda line: line["draw"])]
-    if arrays is not None and len(arrays.prompt_lengths) != len(blocks):
+    if len(arrays.prompt_lengths) != len(blocks):
         raise UserError(f"{file}: holds {len(arrays.prompt_lengths)} groups where the samples are of {len(blocks)}")
     groups, faults = [], []
     number = token = prompt_token = 0
     for place, block in enumerate(blocks):
-        prompt: Any = ()
-        if arrays is not None:
-            size = int(arrays.prompt_lengths[place])
-            prompt = arrays.prompt_ids[prompt_token : prompt_token + size]
-            prompt_token += size
+        size = int(arrays.prompt_lengths[place])
+        prompt = arrays.prompt_ids[prompt_token : prompt_token + size]
+        prompt_token += size
         samples = []
         for line in block:
             span = slice(token, token + line["length"])
-            numbers = _numbers(arrays, span, line["length"])
-            if arrays is not None and checksum(prompt, *numbers) != int(arrays.checksums[number]):
+            numbers = arrays.token_ids[span], arrays.logprobs[span], arrays.versions[span]
+            if checksum(prompt, *numbers) != int(arrays.checksums[number]):
                 faults.append((line["draw"], line["index"], "its stored tokens were changed: their checksum differs"))
             samples.append(_sample(line, *numbers))
             versions = [*(samples[-1].version_range or ())]
-            if arrays is not None and line.get("versions", versions) != versions:
+            if line.get("versions", versions) != versions:
                 faults.append((line["draw"], line["index"], f"its versions are not those of its tokens, {versions}"))
             number, token = number + 1, span.stop
         first = block[0]
@@ -221,11 +207,10 @@ def _groups(
     return tuple(groups), tuple(faults)
 
 
-def _numbers(arrays: TokenArrays | None, span: slice, length: int) -> tuple[Any, Any, Any]:
-    """Token ids, log-probs and versions; where they are not known as many zeros, since lengths are known always."""
-    if arrays is None:
-        return np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32)
-    return arrays.token_ids[span], arrays.logprobs[span], arrays.versions[span]
+def stored_reward(line: Mapping[str, Any]) -> Reward:
+    """The verdict in a line of ``samples/``."""
+    value = 0.0 if line["reward"] is None else float(line["reward"])
+    return Reward(line["correct"], value, line["parts"], line["error"], line["extracted"])
 
 
 def _float(value: float | None) -> float:

@@ -22,7 +22,6 @@ from dapo.model.placement import device_of, set_threads
 from dapo.observe.checkpoints import CheckpointId, Checkpoints, damages
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
-from dapo.observe.samples import tokens_path
 from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.encoded_state import read_state
 from dapo.records import Group, TokenBatch
@@ -66,14 +65,6 @@ def find_start(folder: RunFolder, config: Config, step: int, update: int) -> Sta
             f"the weights before step {step} are not kept; the nearest ones are in {name}, and without "
             "runtime.deterministic updates made again from there lead elsewhere (run.save_every and run.keep_last keep "
             "more)"
-        )
-    first = start.place.steps + (2 if start.place.updates else 1)  # inside of a step its batch is in the checkpoint
-    missing = [k for k in range(first, step + 1) if not tokens_path(folder.samples, k).is_file()]
-    if missing:
-        return (
-            f"the weights before step {step} would have to be made again from {name}, but no tokens were stored of "
-            f"step{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
-            f"{', ...' if len(missing) > 8 else ''}"
         )
     return start
 
@@ -143,7 +134,7 @@ class Rerun:
         config = self._of_step(stored.step)
         self._use(config)
         self.trainer.begin_step(stored.step - 1)
-        if config.training.final_learning_rate is not None and stored.reports:
+        if config.training.final_learning_rate is not None:
             # a rate that falls follows clock and length of the run, so as recorded
             self.trainer.set_learning_rate(stored.reports[0]["learning_rate"])
         reports: dict[int, UpdateReport] = {}
@@ -194,7 +185,7 @@ class Rerun:
                     raise UserError(f"{which} has a token {odd}, but the model knows {size}")
 
     def _compare(self, stored: StoredStep, number: int, report: UpdateReport) -> None:
-        if stored.reports is None or number >= len(stored.reports):
+        if number >= len(stored.reports):
             return
         for difference in reports_differ(
             flat_report(stored.reports[number]), flat_report(asdict(report)), self.tolerance, number

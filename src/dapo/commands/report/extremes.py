@@ -1,4 +1,4 @@
-"""The best and the worst samples of a run, whatever its size: by its sample index, or else of some of its steps."""
+"""The best and the worst samples of some steps of a run, whatever its size."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dapo.errors import UserError
-from dapo.observe.index import SampleIndex, has_duckdb
 from dapo.observe.run_view import RunView
 from dapo.observe.sample_rows import read_line, rows_of
 
-LOOKED_AT, SHOWN = 20, 4  # steps whose samples are read where there is no index, and samples of each sort
-
-CANDIDATES = 200  # samples that are tried for their texts: somebody may have removed those of some steps
+LOOKED_AT, SHOWN = 20, 4  # steps whose samples are read, and samples of each sort
 
 Line = Mapping[str, Any]
 Found = tuple[list[int], list[Line], list[Line]]  # the steps that were looked at, best and worst
@@ -22,24 +19,9 @@ Found = tuple[list[int], list[Line], list[Line]]  # the steps that were looked a
 def extremes(run: RunView) -> Found:
     """One of each prompt: by reward, then the latest step, and of equals the shortest of the good ones and the longest
     of the bad ones. A step whose samples are spoilt, or were removed meanwhile, is left out."""
-    if has_duckdb() and (run.folder.samples / "index/manifest.json").is_file():
-        index = SampleIndex(run.folder.root)
-        index.refresh()
-        orders = ("reward DESC, step DESC, length", "reward, step DESC, length DESC")
-        best, worst = (_with_texts(run, _first_rows(index, order)) for order in orders)
-        return index.steps, best, worst
     steps, rows = _some_steps(run)
     best, worst = (_with_texts(run, _in_order(rows, sign)) for sign in (-1, 1))
     return steps, best, worst
-
-
-def _first_rows(index: SampleIndex, order: str) -> Iterator[Line]:
-    found = index.connection().execute(
-        f"""SELECT step, text_offset, text_length FROM samples WHERE reward IS NOT NULL
-            QUALIFY row_number() OVER (PARTITION BY "row" ORDER BY {order}) = 1 ORDER BY {order} LIMIT {CANDIDATES}"""
-    )
-    for step, start, size in found.fetchall():
-        yield {"step": step, "text_offset": start, "text_length": size}
 
 
 def _some_steps(run: RunView) -> tuple[list[int], list[Line]]:

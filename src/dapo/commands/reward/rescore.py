@@ -12,17 +12,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import numpy as np
 
 from dapo.algorithm.admission import GroupVerdict, judge
+from dapo.commands.replay.stored import check_sample, stored_reward
 from dapo.config import CodeReward, Config, ExactReward, MathReward, ModelReward, RewardConfig
 from dapo.config.composed_reward import plain_rewards
 from dapo.data.parts import Rows, open_parts
 from dapo.data.rows import BadRow
-from dapo.errors import DataError, UserError
+from dapo.errors import DataError
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples, samples_path
 from dapo.records import FinishReason, Group, Prompt, Reward, Sample
@@ -128,7 +128,7 @@ async def _rescore_step(
         samples, items = read_samples(path), []
         for number, sample in enumerate(samples, start=1):
             place = f"{path}:{number}"
-            _check(sample, place)
+            check_sample(sample, place)
             items.append((place, rows.prompt(sample, place), sample["response"], sample.get("finish_reason")))
         return samples, items
 
@@ -137,31 +137,6 @@ async def _rescore_step(
     rewards = [in_place_of_failed(r, policy, metric) for r in await score_each(scorer, items, advance)]
     before = [stored_reward(sample) for sample in samples]
     return _compare(step, [{"step": step, **sample} for sample in samples], before, rewards, config)
-
-
-_FIELDS: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("draw", "row", "index"), (int,)),
-    **dict.fromkeys(("prompt", "response"), (str,)),
-    **dict.fromkeys(("gold", "error", "extracted"), (str, NoneType)),
-    "correct": (bool, NoneType),
-    "reward": (int, float, NoneType),
-    "parts": (dict,),
-}
-
-
-def _check(sample: Mapping[str, Any], place: str) -> None:
-    """Raises UserError: it is not what a run writes."""
-    bad = [key for key, kinds in _FIELDS.items() if key not in sample or type(sample[key]) not in kinds]
-    if not bad and sample["error"] is None and sample["reward"] is None:
-        bad = ["reward"]
-    if bad:
-        raise UserError(f"{place}: not a sample of a run: {', '.join(bad)} missing or not what it should be")
-
-
-def stored_reward(sample: Mapping[str, Any]) -> Reward:
-    """The verdict in a line of ``samples/``."""
-    value = 0.0 if sample["reward"] is None else float(sample["reward"])
-    return Reward(sample["correct"], value, sample["parts"], sample["error"], sample["extracted"])
 
 
 class StoredRows:

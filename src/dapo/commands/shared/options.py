@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,21 +15,14 @@ from dapo.errors import ConfigError
 if TYPE_CHECKING:
     from dapo.config.reference import Key
 
-_DEPTH, _MOST_FILES = 3, 5000  # how many folders below what was typed are looked into, and how many files are looked at
-
 Completions = list[tuple[str, str]]  # words, each with what to say of it
 
 
 def complete_recipe(incomplete: str) -> Completions:
+    """Shipped ones; where none begins so the shell completes files by itself."""
     from dapo.config.plan import shipped_recipes
 
-    shipped = [(path.stem, "") for path in shipped_recipes() if incomplete and path.stem.startswith(incomplete)]
-    return shipped + [(path, "") for path in _below(incomplete, "*.yaml", "*.yml") if "/checkpoints/" not in path]
-
-
-def complete_run(incomplete: str) -> Completions:
-    folders = [Path(path).parent for path in _below(incomplete, "config.yaml")]
-    return [(str(one), "") for one in folders if any((one / n).exists() for n in ("metrics.jsonl", "environment.json"))]
+    return [(path.stem, "") for path in shipped_recipes() if incomplete and path.stem.startswith(incomplete)]
 
 
 def complete_override(context: typer.Context, incomplete: str) -> Completions:
@@ -58,24 +50,6 @@ def complete_key(incomplete: str) -> Completions:
     ]
 
 
-def complete_metric(incomplete: str) -> Completions:
-    from dapo.observe.metrics import METRICS
-
-    return _after_comma(incomplete, {m.name: m.meaning for m in METRICS.values() if "{" not in m.name})
-
-
-def complete_status(incomplete: str) -> Completions:
-    from dapo.observe.samples import STATUSES
-
-    return _after_comma(incomplete, STATUSES)
-
-
-def _after_comma(incomplete: str, known: Mapping[str, str]) -> Completions:
-    """A list's last word."""
-    done, comma, name = incomplete.rpartition(",")
-    return [(f"{done}{comma}{one}", meaning) for one, meaning in known.items() if one.startswith(name)]
-
-
 def _values(key: Key) -> list[str]:
     values = key.choices or (() if key.required else (key.default,))
     return [v if isinstance(v, str) else json.dumps(v, separators=(",", ":")) for v in values if v != ""]
@@ -86,29 +60,6 @@ def _by_name() -> dict[str, Key]:
     from dapo.config.reference import keys_of
 
     return {key.name: key for key in keys_of(Config)}
-
-
-def _below(incomplete: str, *patterns: str) -> list[str]:
-    """Files whose path begins with what was typed, at most :data:`_DEPTH` folders below it; hidden folders left out."""
-    folder, _, _ = incomplete.rpartition("/")
-    root = Path(folder or ("/" if incomplete.startswith("/") else "."))
-    found = [
-        path for path in islice(_walk(root, _DEPTH), _MOST_FILES) if any(path.match(pattern) for pattern in patterns)
-    ]
-    return sorted(str(path) for path in found if str(path).startswith(incomplete))
-
-
-def _walk(folder: Path, depth: int) -> Iterator[Path]:
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError:
-        return
-    for entry in entries:
-        if entry.is_dir():
-            if depth and not entry.name.startswith("."):
-                yield from _walk(entry, depth - 1)
-        else:
-            yield entry
 
 
 Host = Annotated[str, typer.Option(help="Address to listen on. All but this machine's own need a token.")]
@@ -130,7 +81,10 @@ Redact = Annotated[
     str | None,
     typer.Option(metavar="FILE.PY:NAME", help="Function that is given each entry, and returns what to keep."),
 ]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+Recipe = Annotated[
+    Path, typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Host, Quiet, complete_run
+from dapo.commands.shared.options import Debug, Host, Quiet
 from dapo.errors import ConfigError, install
 
 _NEEDS = ("duckdb", "fastapi", "uvicorn")
@@ -19,9 +19,7 @@ _NEEDS = ("duckdb", "fastapi", "uvicorn")
 def ui(
     folders: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN|FOLDER", help="Run folders, or folders that hold runs.", autocompletion=complete_run
-        ),
+        typer.Argument(metavar="RUN|FOLDER", help="Run folders, or folders that hold runs."),
     ],
     host: Host = "127.0.0.1",
     port: Annotated[

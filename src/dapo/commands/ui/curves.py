@@ -233,8 +233,8 @@ def readable_recipe(config: Mapping[str, Any]) -> Config | None:
 
 def _phases_of(entry: Entry) -> list[float]:
     seconds = {name: float(entry.get(f"time/{name}") or 0.0) for name in PHASES}
-    wall = entry.get("time/wall") or (entry.get("time/step") or 0.0) + seconds["evaluation"]  # older runs have no wall
-    return [*seconds.values(), max(float(wall) - sum(seconds.values()), 0.0)]
+    wall = float(entry.get("time/wall") or 0.0)
+    return [*seconds.values(), max(wall - sum(seconds.values()), 0.0)]
 
 
 def _round(value: float) -> float:

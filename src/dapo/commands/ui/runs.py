@@ -6,7 +6,7 @@ A run is looked up by name among those found, never by a path that a browser sen
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 
 class Refused(Exception):
-    """What is asked for cannot be had now: ``status`` of HTTP, and headers."""
+    """What is asked for cannot be had now: ``status`` of HTTP."""
 
     status = 503
-    headers: Mapping[str, str] = {}
 
 
 class NotHere(Refused):

@@ -1,13 +1,12 @@
 """The page as an application: reads run folders and answers the browser. Writes nothing but the sample index and votes.
 
-Consumes files of runs; produces JSON, server-sent events and the static page. Routes below ``/api/`` name runs as
+Consumes files of runs; produces JSON and the static page. Routes below ``/api/`` name runs as
 :class:`~dapo.commands.ui.runs.Runs` does; those of samples are in ``samples.py``. How the process starts and ends is in
 ``serving.py``.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from http.cookies import CookieError, SimpleCookie
@@ -24,8 +23,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from dapo.commands.ui import comparison, curves, playground, queries, samples
 from dapo.commands.ui.answering import Answerer
-from dapo.commands.ui.live import PERIOD, Live, LiveResponse
-from dapo.commands.ui.runs import Points, Refused, Run, RunAsked, Runs
+from dapo.commands.ui.runs import Points, Refused, Run, RunAsked, Runs, stamp_of
 from dapo.config import Config, flat
 from dapo.config.reference import keys_in
 from dapo.errors import UserError
@@ -51,27 +49,20 @@ _FINAL = ("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "e
 router = APIRouter(prefix="/api")
 
 
-def create_app(folders: Sequence[Path], token: str | None = None, period: float = PERIOD) -> FastAPI:
+def create_app(folders: Sequence[Path], token: str | None = None) -> FastAPI:
     """The application.
 
     Args:
         folders: run folders, or folders that hold runs; nothing else is read.
         token: what a client must show; None: only this machine's own names are answered.
-        period: seconds between two looks at the files for what is new.
     """
     app = FastAPI(title="dapo", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    runs = app.state.runs = Runs(folders)
-    closing = app.state.closing = threading.Event()
-    following = Live(runs, closing, period)
+    app.state.runs = Runs(folders)
     app.add_middleware(Guard, token=token)
     app.include_router(router)
     app.include_router(samples.router)
     app.include_router(comparison.router)
     playground.add_to(app, Answerer())
-
-    @app.get("/api/events")
-    async def live(run: Annotated[list[str], Query(max_length=50)] = []) -> Response:  # noqa: B006
-        return LiveResponse(following, run)
 
     @app.get("/")
     def page() -> FileResponse:
@@ -89,12 +80,12 @@ def tell_errors(app: FastAPI) -> None:
 
 
 async def _told(_: Request, error: Exception) -> Response:
-    text, status, headers = str(error), 422, None
+    text, status = str(error), 422
     if isinstance(error, Refused):
-        status, headers = error.status, error.headers
+        status = error.status
     elif isinstance(error, RequestValidationError):  # without what was sent: JSON has no word for an infinite number
         text = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
-    return JSONResponse({"error": text}, status, headers)
+    return JSONResponse({"error": text}, status)
 
 
 # --- several runs -----------------------------------------------------------------------------------------------------
@@ -113,6 +104,25 @@ Views = Annotated[dict[str, RunView], Depends(_views)]  # the runs that are aske
 def list_runs(request: Request) -> list[dict[str, Any]]:
     """All runs, the newest first; one that cannot be read says why."""
     return [_card(run) for run in request.app.state.runs.all()]
+
+
+@router.get("/changes")
+def list_changes(
+    request: Request,
+    names: Annotated[list[str], Query(alias="run", max_length=50)] = [],  # noqa: B006
+) -> dict[str, Any]:
+    """What is other than before once something is new: the runs that there are, and for each that is shown the marks of
+    its files and its state; nothing of one that is being replaced. A page asks every second."""
+    there = request.app.state.runs.all()
+    return {"runs": sorted(run.name for run in there), "of": {r.name: _marks(r) for r in there if r.name in names}}
+
+
+def _marks(run: Run) -> dict[str, Any]:
+    folder = run.folder
+    try:
+        return {"metrics": stamp_of(folder.metrics), "samples": stamp_of(folder.samples), "state": run.view.state}
+    except UserError:
+        return {}
 
 
 @router.get("/metrics")

@@ -66,17 +66,11 @@ def beside(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             child.kill()
 
 
-def make_server(folders: Sequence[Path], token: str | None, period: float = 0.5) -> Server:
-    """A server of the page that is not yet running; ``period``: seconds between two looks for what is new."""
+def make_server(folders: Sequence[Path], token: str | None) -> Server:
+    """A server of the page that is not yet running."""
     from dapo.commands.ui.server import create_app  # not at the top: a training that starts a page needs none of it
 
-    class PageServer(Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            app.state.closing.set()
-            await super().shutdown(sockets)
-
-    app = create_app(folders, token, period)
-    return PageServer(app, timeout_graceful_shutdown=3, lifespan="on")
+    return Server(create_app(folders, token), timeout_graceful_shutdown=3, lifespan="on")
 
 
 def _child(number: int, folder: Path) -> None:

@@ -20,12 +20,12 @@ from dapo.util.http.connections import HttpConnections, checked, whole
 from dapo.util.http.faults import BadReply, Refusal, from_json, one_line
 from dapo.util.http.mapping import pick
 
-_LARGEST_REPLY = 64 * 2**20
+LARGEST_REPLY = 64 * 2**20
 _ROWS_AT_ONCE = 64
 _NOT_THERE = (401, 403, 502, 503, 504)  # statuses of a server that is not ready, or does not let us in
 
 
-class _JsonScorer(RemoteScorer):
+class JsonScorer(RemoteScorer):
     def __init__(self, config: RemoteReward) -> None:
         super().__init__(config)
         self._connections = HttpConnections(self._token, self._most_connections)
@@ -38,7 +38,7 @@ class _JsonScorer(RemoteScorer):
         return await checked(reply, self._name, "reward", RewardError)
 
 
-class ServerScorer(_JsonScorer):
+class ServerScorer(JsonScorer):
     """Asks a ``dapo reward-server``."""
 
     def __init__(self, config: ServerReward) -> None:
@@ -68,7 +68,7 @@ class ServerScorer(_JsonScorer):
 
     async def _ask_doubts(self, body: bytes) -> list[Doubt]:
         async with self._send("POST", f"{self._url}/examine", body) as reply:
-            answer = from_json(await whole(await self._checked(reply), _LARGEST_REPLY))
+            answer = from_json(await whole(await self._checked(reply), LARGEST_REPLY))
         try:
             return [Doubt(int(d["position"]), str(d["text"]), bool(d["unusable"])) for d in answer["doubts"]]
         except (KeyError, TypeError, ValueError):
@@ -103,7 +103,7 @@ class ServerScorer(_JsonScorer):
         raise BadReply("a line of the reply is no result")
 
 
-class HttpScorer(_JsonScorer):
+class HttpScorer(JsonScorer):
     """Asks a service of the user's own, with the mapping in the recipe."""
 
     def __init__(self, config: HttpReward) -> None:
@@ -123,7 +123,7 @@ class HttpScorer(_JsonScorer):
     async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
         body = to_json(fill(self._mapping.request, calls))
         async with self._send("POST", self._mapping.url, body) as reply:
-            answer = from_json(await whole(await self._checked(reply), _LARGEST_REPLY))
+            answer = from_json(await whole(await self._checked(reply), LARGEST_REPLY))
         results = pick(answer, self._mapping.results, "reward.results")
         if not self._in_list:
             results = [results]
@@ -144,7 +144,7 @@ async def _lines(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         first, *others = chunk.split(b"\n")
         rest.append(first)
         size += len(first)
-        if size > _LARGEST_REPLY:
+        if size > LARGEST_REPLY:
             raise BadReply("a line of the reply has no end")
         for other in others:
             yield b"".join(rest)

@@ -142,7 +142,8 @@ class RemoteScorer(Scorer, ABC):
             else:
                 if not self._told:  # once per outage
                     self._told, limit_s = True, self._config.give_up_after_s
-                    _log.warning("%s does not answer: %s; asking again for up to %g s", self._name, problem, limit_s)
+                    cause = self._secrets.blanked(str(problem))
+                    _log.warning("%s does not answer: %s; asking again for up to %g s", self._name, cause, limit_s)
                 waiting = waiting[size:] + asked  # one that crashes the server must not keep the others waiting
                 size = max(1, len(asked) // 2) if problem.smaller else size
                 left = since + self._config.give_up_after_s - time.monotonic()  # the last attempt is made then

@@ -1,5 +1,5 @@
-"""The scorer around a judge. The same question asked twice at the same time is sent once; with a cache also at
-different times."""
+"""The scorer around a judge, a language model behind an OpenAI-compatible chat endpoint. The same question asked twice
+at the same time is sent once; with a cache also at different times."""
 
 from __future__ import annotations
 
@@ -7,46 +7,52 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+
+import aiohttp
 
 from dapo.config import JudgeReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
-from dapo.reward.batching import retrieve
-from dapo.reward.contract import Doubt, Scorer
-from dapo.reward.judge.endpoint import Endpoint, NoReply
+from dapo.reward.batching import begin
+from dapo.reward.client.http import JsonScorer
+from dapo.reward.client.scorer import Call
+from dapo.reward.contract import Doubt
 from dapo.reward.judge.rubric import Rubric, RubricError
 from dapo.util.files import write_json
+from dapo.util.http.connections import beginning, whole
+from dapo.util.http.faults import BadReply, Refusal, error_text, from_json
+from dapo.util.http.secrecy import shown
+
+_LARGEST_REPLY = 2**21
 
 
-class JudgeScorer(Scorer):
+class JudgeScorer(JsonScorer):
     """The grade of a language model (:class:`~dapo.config.JudgeReward`), mapped from the scale to -1..1; ``parts``
     holds the ``grade`` itself. A question without a grade is a failed score, never a low one. Belongs to one event
-    loop."""
+    loop. Raises RewardError: the rubric cannot be read, or the key is missing."""
 
     def __init__(self, config: JudgeReward) -> None:
-        self._config = config
-        self._cache = ReplyCache(config.cache)
-        self._slots = asyncio.Semaphore(config.concurrency)
-        self._starting = asyncio.Lock()
-        self._rubric: Rubric | None = None
-        self._endpoint: Endpoint | None = None
+        super().__init__(config)
+        self._name = f"judge {config.model} at {shown(config.url)}"
+        self._judge, self._base = config, config.url.rstrip("/")
+        self._rubric, self._cache = Rubric(config.rubric, config.scale), ReplyCache(config.cache)
         self._asked: dict[str, asyncio.Task[Reward]] = {}
+        self._grading: set[asyncio.Task[Reward]] = set()
 
     async def start(self) -> None:
-        """Raises RewardError: the rubric cannot be read, the key is missing, or there is no server at the address."""
-        await self._ready()
+        await self._cache.start()
+        await super().start()
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         """Rows that the rubric cannot be filled for: a key is missing, or a value that it prints is null."""
-        rubric = await self._read_rubric()
 
         def doubts() -> list[Doubt]:
             found = []
             for position, prompt in enumerate(prompts):
                 try:
-                    rubric.message(prompt, "")
+                    self._rubric.message(prompt, "")
                 except RubricError as error:
                     found.append(Doubt(position, str(error), unusable=True))
             return found
@@ -54,74 +60,86 @@ class JudgeScorer(Scorer):
         return await asyncio.to_thread(doubts)
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """See :class:`Scorer`. Raises RewardError: the endpoint refuses all questions (key, address, model)."""
-        rubric, endpoint = await self._ready()
         try:
-            message = rubric.message(prompt, response, finish_reason)
+            key = self._key(self._question(prompt, response, finish_reason))
         except RubricError as error:
             return Reward(None, 0.0, error=f"judge: {error}")
-        config = self._config
-        body = {
-            "model": config.model,
-            "messages": [{"role": "user", "content": message}],
-            "temperature": config.temperature,
-            "max_tokens": config.max_tokens,
-        }
-        question = json.dumps(body, sort_keys=True).encode()  # ASCII: lone surrogates are escaped
-        key = hashlib.sha256(config.url.encode() + b"\n" + question).hexdigest()
         task = self._asked.get(key)
         if task is None:
-            task = self._asked[key] = asyncio.create_task(self._grade(key, question, rubric, endpoint))
+            task = self._asked[key] = begin(self._grading, self._grade(key, prompt, response, finish_reason))
             task.add_done_callback(lambda _: self._asked.pop(key))
-            task.add_done_callback(retrieve)
         # others may wait for the same question if this caller is cancelled
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        tasks = list(self._asked.values())
+        tasks = list(self._grading)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._endpoint is not None:
-            await self._endpoint.close()
+        await super().close()
 
-    async def _ready(self) -> tuple[Rubric, Endpoint]:
-        rubric = await self._read_rubric()
-        async with self._starting:
-            if self._endpoint is None:
-                await self._cache.start()
-                endpoint = await asyncio.to_thread(Endpoint, self._config)  # aiohttp and certificates: 0.3 s
-                try:
-                    await endpoint.reach()
-                except BaseException:
-                    await endpoint.close()
-                    raise
-                self._endpoint = endpoint
-        return rubric, self._endpoint
-
-    async def _read_rubric(self) -> Rubric:
-        if self._rubric is None:
-            self._rubric = await asyncio.to_thread(Rubric, self._config.rubric, self._config.scale)
-        return self._rubric
-
-    async def _grade(self, key: str, question: bytes, rubric: Rubric, endpoint: Endpoint) -> Reward:
+    async def _grade(self, key: str, prompt: Prompt, response: str, finish_reason: FinishReason | None) -> Reward:
         kept = await self._cache.read(key)
-        known = None if kept is None else rubric.grade(kept)
-        if known is not None:
-            return self._verdict(known)
-        try:
-            async with self._slots:  # in the pauses too: a failing endpoint gets no more calls than before
-                reply, grade = await endpoint.ask(question, rubric.grade)
-        except NoReply as error:
-            return Reward(None, 0.0, error=str(error))
-        await self._cache.write(key, reply)
-        return self._verdict(grade)
+        grade = None if kept is None else self._rubric.grade(kept)
+        return await super().score(prompt, response, finish_reason) if grade is None else self._verdict(grade)
+
+    async def _check_ready(self) -> None:
+        """Any answer but that the key is wrong shows that the endpoint is there: not all list their models."""
+        async with self._send("GET", f"{self._base}/models") as reply:
+            if reply.status == 401:
+                await self._checked(reply)
+
+    async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
+        for place, call in enumerate(calls):
+            question = self._question(call.prompt, call.response, call.finish_reason)
+            async with self._send("POST", f"{self._base}/chat/completions", question) as reply:
+                text = _written(await whole(await self._checked(reply), _LARGEST_REPLY))
+            grade = self._rubric.grade(text)
+            if grade is None:
+                end = " ".join(self._secrets.blanked(text).split())[-80:]
+                yield place, BadReply(f'the reply does not end with a grade on the scale, but with "{end}"')
+            else:
+                await self._cache.write(self._key(question), text)
+                yield place, self._verdict(grade)
+
+    async def _checked(self, reply: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+        if reply.status == 400:  # so most endpoints call a question that is too long
+            raise Refusal(f"400: {error_text(await beginning(reply, 2**16))[0]}")
+        return await super()._checked(reply)
+
+    def _question(self, prompt: Prompt, response: str, finish_reason: FinishReason | None) -> bytes:
+        """Raises RubricError: it cannot be made from this row."""
+        message = self._rubric.message(prompt, response, finish_reason)
+        body = {
+            "model": self._judge.model,
+            "messages": [{"role": "user", "content": message}],
+            "temperature": self._judge.temperature,
+            "max_tokens": self._judge.max_tokens,
+        }
+        return json.dumps(body, sort_keys=True).encode()  # ASCII: lone surrogates are escaped
+
+    def _key(self, question: bytes) -> str:
+        return hashlib.sha256(self._judge.url.encode() + b"\n" + question).hexdigest()
 
     def _verdict(self, grade: float) -> Reward:
-        low, high = self._config.scale
-        bar = self._config.correct_at
+        low, high = self._judge.scale
+        bar = self._judge.correct_at
         value = 2.0 * (grade - low) / (high - low) - 1.0
         return Reward(None if bar is None else grade >= bar, value, {"grade": grade})
+
+
+def _written(data: bytes) -> str:
+    """The complete text in a reply of the chat protocol. Raises BadReply: there is none."""
+    try:
+        choice = from_json(data)["choices"][0]
+        text, reason = choice["message"]["content"], choice.get("finish_reason")
+    except (LookupError, TypeError, AttributeError):
+        raise BadReply(f"the reply is not one of the chat protocol: {data[:80]!r}") from None
+    if reason == "length":  # a cut "Grade: 1" may have been a 10
+        raise BadReply("the reply was cut off; raise reward.max_tokens")
+    if not isinstance(text, str):
+        raise BadReply("the reply holds no text")
+    return text
 
 
 _log = logging.getLogger(__name__)

@@ -22,9 +22,6 @@ from dapo.model.hub import from_where
 from dapo.model.loading import context_limit, load_tokenizer
 from dapo.reward.model.text import Encoded, PairText
 
-VALUE_HEAD = "value_head.safetensors"
-"""This file beside those of a causal language model makes it a reward model. It holds ``weight`` ``[1, hidden]`` and
-``bias`` ``[1]`` of a linear layer over the last hidden state (after the final normalisation) of the last token."""
 _HARMLESS = ("lm_head.", "cls.")
 """Weights of language model heads, which reward models do not use."""
 _PROBES = (("2+2=", "4"), ("Name three primes.", "2, 3 and 5 are the three smallest ones; 1 is none."))
@@ -71,34 +68,27 @@ def load_network(config: ModelReward) -> RewardNetwork:
     if hasattr(settings, "quantization_config"):  # it computes in the type that it was made in
         config = config.model_copy(update={"compute_dtype": str(settings.dtype).removeprefix("torch.")})
     tokenizer = _tokenizer(config)
-    head_file = None if adapter else _value_head(name)
-    if head_file is None:
-        _check_classifier(name, settings)
+    _check_classifier(name, settings)
     _check_length(config, context_limit(settings.get_text_config()))
     text = PairText(tokenizer, config.template, config.tokenizer or name)
-    kind = "AutoModel" if head_file else "AutoModelForSequenceClassification"
-    model = _from_pretrained(config, kind, settings, adapter)
+    model = _from_pretrained(config, settings, adapter)
     _check_length(config, _positions(model))
     _check_vocabulary(config, model, tokenizer)
-    forward = _forward(config, model, head_file)
+    forward = _forward(config, model)
     pad_id = max(0, getattr(settings.get_text_config(), "pad_token_id", None) or 0)  # some say -1 for none
     network = RewardNetwork(text, forward, torch.device(config.device), pad_id)
-    _try(network, model if head_file is None else None, config)
+    _try(network, model, config)
     return network
 
 
-def _forward(config: ModelReward, model: Any, head_file: str | None) -> Forward:
-    if head_file is None and not isinstance(getattr(model, "score", None), torch.nn.Linear):
+def _forward(config: ModelReward, model: Any) -> Forward:
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         return _whole(model)
     if config.template == "pair":
         text = f"is pair, but the reward model {config.path} reads one text; use chat, or plain"
         raise RewardError(f"reward.template: {text}")
-    settings = model.config.get_text_config()
-    if head_file is None:
-        head = copy.deepcopy(model.score).float()
-        return _last_token(model.base_model, head.weight, head.bias, settings.pad_token_id)
-    weight, bias = load_value_head(head_file, settings.hidden_size)
-    return _last_token(model, weight.to(config.device), bias.to(config.device), None)
+    head = copy.deepcopy(model.score).float()
+    return _last_token(model.base_model, head.weight, head.bias, model.config.get_text_config().pad_token_id)
 
 
 def _last_token(backbone: Any, weight: torch.Tensor, bias: torch.Tensor | None, skipped: int | None) -> Forward:
@@ -131,14 +121,14 @@ def _whole(model: Any) -> Forward:
     return forward
 
 
-def _try(network: RewardNetwork, model: Any | None, config: ModelReward) -> None:
+def _try(network: RewardNetwork, model: Any, config: ModelReward) -> None:
     """Compare scores in a batch with those of the model itself, one text at a time: padding and the scored token may be
     other ones in an architecture that is not known here."""
     items = [network.text.encode(*probe) for probe in _PROBES]
     items = [Encoded(i.token_ids[: config.max_length], i.token_types[: config.max_length]) for i in items]
     try:
         together = network.score(items)
-        own = RewardNetwork(network.text, _whole(model), torch.device(config.device), 0) if model else network
+        own = RewardNetwork(network.text, _whole(model), torch.device(config.device), 0)
         alone = [own.score([item])[0] for item in items]
     except Exception as error:  # whatever the architecture's code raises
         raise RewardError(f"reward model {config.path}: cannot score: {type(error).__name__}: {error}") from None
@@ -181,45 +171,12 @@ def _tokenizer(config: ModelReward) -> Any:
         raise RewardError(f"reward {error}".replace("model.tokenizer", "reward.tokenizer")) from None
 
 
-def _value_head(name: str) -> str | None:
-    """The file with the head, in a folder or on the hub, or None."""
-    from transformers.utils import cached_file
-
-    try:
-        found: str | None = cached_file(name, VALUE_HEAD)
-        return found
-    except OSError:
-        return None
-
-
-def load_value_head(file: str | Path, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(weight [1, hidden], bias [1])``, float32.
-    Raises RewardError: the file cannot be read, or holds another head than this model needs."""
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(str(file))
-    except Exception as error:  # a damaged file raises whatever its reader raises
-        raise RewardError(f"value head {file}: cannot be read: {error}") from None
-    if set(tensors) != {"weight", "bias"}:
-        names = ", ".join(sorted(tensors)) or "nothing"
-        raise RewardError(f"value head {file}: must hold weight and bias, and holds {names}")
-    weight, bias = tensors["weight"].float(), tensors["bias"].float()
-    if weight.shape != (1, hidden) or bias.shape != (1,):
-        shapes = f"got {list(weight.shape)} and {list(bias.shape)}"
-        raise RewardError(f"value head {file}: weight must be [1, {hidden}] and bias [1], {shapes}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if not bool(torch.isfinite(tensor).all()):
-            raise RewardError(f"value head {file}: {name} holds NaN or infinity")
-    return weight, bias
-
-
 def _check_classifier(name: str, settings: Any) -> None:
     written = list(getattr(settings, "architectures", None) or ())
     if written and all(architecture.endswith(("ForCausalLM", "LMHeadModel")) for architecture in written):
         raise RewardError(
-            f"reward model {name}: is a language model ({written[0]}) without {VALUE_HEAD}, not a reward model; a "
-            "sequence classifier with one output is one, or a causal model with a value head"
+            f"reward model {name}: is a language model ({written[0]}), not a reward model; a sequence classifier with "
+            "one output is one"
         )
     if settings.num_labels != 1:
         raise RewardError(f"reward model {name}: has {settings.num_labels} outputs, where a reward model has one")
@@ -250,13 +207,13 @@ def _check_vocabulary(config: ModelReward, model: Any, tokenizer: Any) -> None:
         )
 
 
-def _from_pretrained(config: ModelReward, kind: str, settings: Any, adapter: Adapter | None) -> Any:
+def _from_pretrained(config: ModelReward, settings: Any, adapter: Adapter | None) -> Any:
     import transformers
 
     where = adapter.base if adapter else config.path
     try:
         with _quiet():
-            model, report = getattr(transformers, kind).from_pretrained(
+            model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
                 where,
                 config=settings,
                 dtype=getattr(torch, config.compute_dtype),

@@ -58,7 +58,8 @@ def error_text(body: bytes) -> tuple[str, bool | None]:
     try:
         data = from_json(body)
     except BadReply:
-        return one_line(body.decode("utf-8", "replace")), None
+        text = body.decode("utf-8", "replace").strip()
+        return one_line(text.rpartition("\n")[2] if text.startswith("Traceback (") else text), None
     if not isinstance(data, dict):
         return one_line(str(data)), None
     retry, said = data.get("retry"), data.get("error") or data.get("detail") or data

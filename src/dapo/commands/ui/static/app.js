@@ -19,7 +19,7 @@ const TABS = [
 const OF_SEVERAL = new Set(["overview", "config"]);
 const byId = (id) => document.getElementById(id);
 // asked: the runs that the address names; runs: those of them that are there
-const state = { tab: "overview", asked: [], runs: [], params: {}, list: [], mounted: null, events: null };
+const state = { tab: "overview", asked: [], runs: [], params: {}, list: [], mounted: null };
 
 const api = {
   get: (path, params) => ask(address(path, params)),
@@ -127,8 +127,8 @@ let waiting = null;
 const news = new Map();
 const progress = () => JSON.stringify(state.runs.map((name) => [api.info(name)?.state, api.info(name)?.steps]));
 
-function heard(type, event) {
-  news.set(type, { type, ...JSON.parse(event.data) });
+function heard(type) {
+  news.set(type, { type });
   waiting ??= setTimeout(async () => {
     const events = [...news.values()], before = progress();
     news.clear();
@@ -151,19 +151,27 @@ function heard(type, event) {
   }, 250);
 }
 
-function listen() {
-  state.events?.close();
-  const source = (state.events = new EventSource(address("events", { run: state.asked })));
+let watch = 0;
+async function listen() {  // asks each second what has changed
+  const mine = ++watch;
   const say = (text, kind) => { byId("live").textContent = text; byId("live").className = kind; };
-  source.addEventListener("hello", () => {
-    say("connected", "on");
-    heard(!state.runs.length || state.runs.length < state.asked.length ? "runs" : "look", { data: "{}" });  // for what came before
-  });
-  source.onerror = () => {
-    say("not connected", "off");  // a browser tries again by itself, unless it was refused: too many pages listen
-    if (source.readyState === EventSource.CLOSED) setTimeout(() => source === state.events && listen(), 30_000);
-  };
-  for (const type of ["metrics", "samples", "state", "runs"]) source.addEventListener(type, (event) => heard(type, event));
+  const differ = (one, other) => JSON.stringify(one) !== JSON.stringify(other);
+  for (let known = null; mine === watch; await new Promise((done) => setTimeout(done, 1000))) {
+    const now = await api.get("changes", { run: state.asked }).catch(() => null);
+    if (mine !== watch) return;
+    if (!now) {
+      say("not connected", "off");
+    } else if (!known) {
+      say("connected", "on");
+      heard(!state.runs.length || state.runs.length < state.asked.length ? "runs" : "look");  // for what came before
+    } else {
+      if (differ(known.runs, now.runs)) heard("runs");
+      for (const [name, marks] of Object.entries(now.of)) {
+        for (const type of ["metrics", "samples", "state"]) if (known.of[name] && differ(known.of[name][type], marks[type])) heard(type);
+      }
+    }
+    known = now;
+  }
 }
 
 async function loadRuns() {
@@ -205,6 +213,6 @@ narrow.onchange = fold;
 fold();
 themeButton();
 await loadRuns();
-setInterval(() => state.list.some((run) => run.state === "running") && heard("look", { data: "{}" }), 15_000);  // others end, too, and time passes
+setInterval(() => state.list.some((run) => run.state === "running") && heard("look"), 15_000);  // others end, too, and time passes
 addEventListener("hashchange", start);
 await start();
