@@ -181,8 +181,8 @@ class DataConfig(WritingConfig):
     sampling_half_life: float = Field(20.0, gt=0)
     """Policy versions after which what is known of a prompt's pass rate counts half."""
     sampling_target: tuple[Rate, Rate, Annotated[int, Field(ge=1)]] = (0.5, 0.5, 1)
-    """Pass rate that `difficulty` prefers: at the start, at the end, and how many policy versions lie between. From easy
-    to hard is `[0.8, 0.5, 100]`."""
+    """Pass rate that `difficulty` prefers: at the start, at the end, and how many policy versions lie between;
+    `[0.8, 0.5, 100]` goes from easy to hard."""
     shuffle_answers: bool = False
     """Control experiment: permute the answers over the training rows. What is still learned is not from the reward."""
 
