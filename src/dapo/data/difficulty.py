@@ -151,8 +151,8 @@ def right_and_wrong(group: Group) -> Floats:
 
 def told_by(rows: Rows) -> Floats:
     """What rows may tell of their difficulty, [N, 1 + F]: 1, and as ranks of variance 1 the length of the prompt, its
-    digits, the answer if it is a number, and columns of numbers, such as a level or the pass rate of another model. 0 is
-    for unknown."""
+    digits, the answer if it is a number, and columns of numbers, such as a level or another model's pass rate. What is
+    unknown is 0."""
     found = defaultdict[str, Floats](lambda: np.full(len(rows), np.nan))
     for number in range(len(rows) if len(rows) <= _MOST_ROWS else 0):
         with suppress(BadRow):

@@ -23,7 +23,7 @@ from dapo.util.files import parse_json
 
 _MOST = 10_000
 """Prompts that may wait, and that feedback may be for; the oldest ones are dropped."""
-_AT_ONCE = 2**17
+_AT_ONCE = 2**16
 """Bytes that a draw reads, so that a large file holds nobody up."""
 _FEEDBACK = 100
 """What may be said of one prompt."""
