@@ -60,20 +60,17 @@ class DifficultyStream(Stream):
         self._out: set[int] = set()
         self._busy: set[int] = set()
         self._draws = self._version = 0
-        self._expected = 0.0
         self._weigh()
 
     def next(self) -> int:
         if 2 * len(self._busy) >= len(self.rows) - len(self._out):  # what is left would be drawn for no reason but that
             self._busy.clear()
-            self._expected = 0.0
         while True:
             at = point(self._seed, "difficulty", self._number, self._draws)
             self._draws += 1
             row = min(int(np.searchsorted(self._reached, at * self._reached[-1], side="right")), len(self.rows) - 1)
             if row not in self._busy and row not in self._out:
                 self._busy.add(row)
-                self._expected += float(self._mixed[row])
                 return row
 
     @property
@@ -92,7 +89,6 @@ class DifficultyStream(Stream):
             now = self._counts[:, row] * self._faded(self._heard_at[row]) + sum(map(right_and_wrong, of_row))
             self._counts[:, row], self._heard_at[row] = now, self._version
         self._busy.clear()
-        self._expected = 0.0
         self._weigh()
 
     def _faded(self, heard_at: Any) -> Any:
@@ -116,22 +112,21 @@ class DifficultyStream(Stream):
     def metrics(self) -> dict[str, float]:
         """Of the prompts drawn since the last feedback, and of all."""
         known = float(np.count_nonzero(self._counts.sum(axis=0))) / len(self.rows)
-        drawn = {"sampling/expected": self._expected / len(self._busy)} if self._busy else {}
+        drawn = {"sampling/expected": float(self._mixed[sorted(self._busy)].mean())} if self._busy else {}
         return {**drawn, "sampling/expected_uniform": float(self._mixed.mean()), "sampling/known": known}
 
     def state(self) -> Any:
         rows = np.flatnonzero(self._counts.sum(axis=0))
         return {
-            **{"draws": self._draws, "version": self._version, "expected": self._expected},
-            **{"busy": sorted(self._busy), "out": sorted(self._out), "rows": rows},
-            **{"counts": self._counts[:, rows], "heard_at": self._heard_at[rows]},
+            **{"draws": self._draws, "version": self._version, "busy": sorted(self._busy), "out": sorted(self._out)},
+            **{"rows": rows, "counts": self._counts[:, rows], "heard_at": self._heard_at[rows]},
         }
 
     def load_state(self, state: Any) -> None:
         if not isinstance(state, Mapping):  # of the order that there is without this
             super().load_state(state)
             return
-        self._draws, self._version, self._expected = state["draws"], state["version"], state["expected"]
+        self._draws, self._version = state["draws"], state["version"]
         self._busy, self._out = set(state["busy"]), set(state["out"])
         self._counts[:], self._heard_at[:] = 0, 0
         self._counts[:, state["rows"]], self._heard_at[state["rows"]] = state["counts"], state["heard_at"]
