@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dapo.config import DataConfig
 from dapo.data.difficulty import DifficultyStream, chance_mixed, told_by
-from dapo.data.rows import Row
+from dapo.data.parts import Rows, open_parts
 from dapo.data.source import load_prompts
 from dapo.data.stream import Stream
 from dapo.errors import DataError
@@ -38,7 +38,11 @@ def config(**keys):
 
 def bank(count, **columns):
     """Rows that differ in these columns only."""
-    return [Row("p", None, {name: column[k] for name, column in columns.items()}) for k in range(count)]
+    return in_memory([{"prompt": "p"} | {name: column[k] for name, column in columns.items()} for k in range(count)])
+
+
+def in_memory(rows):
+    return Rows(open_parts(DataConfig(), rows, answer_required=False)[0])
 
 
 def planted(sampling, seed, rows=400, steps=80, centre=0.0, told=None, **keys):
@@ -86,8 +90,10 @@ def test_a_curriculum_goes_from_easy_to_hard():
 
 
 def test_what_rows_tell_is_ranks_whatever_is_missing_or_no_number():
-    rows = [Row("ab1" * (k + 1), str(k), {"level": f"Level {9 - k}", "rate": [0.5, None][k % 2]}) for k in range(4)]
-    told = told_by([*rows, Row("ab", "x", {"note": "no", "flag": True, "list": [1]})])
+    rows = [
+        {"prompt": "a1" * (k + 1), "answer": k, "level": f"Level {9 - k}", "rate": [0.5, None][k % 2]} for k in range(4)
+    ]
+    told = told_by(in_memory([*rows, {"prompt": "ab", "answer": "x", "note": "no", "flag": True, "list": [1]}]))
     assert told.shape == (5, 6) and (told[:, 0] == 1).all()
     assert (np.argsort(told[:4, 3]) == np.arange(4)).all() and (np.argsort(told[:4, 1]) == np.arange(3, -1, -1)).all()
     assert told[4, 1] == 0 and not told[:, 2].any() and told[:, [1, 3, 4, 5]].std(axis=0) == pytest.approx(1)

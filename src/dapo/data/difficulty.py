@@ -22,7 +22,6 @@ import numpy.typing as npt
 from dapo.config import DataConfig
 from dapo.data.order import point
 from dapo.data.parts import Rows
-from dapo.data.rows import BadRow
 from dapo.data.stream import Stream
 from dapo.records import Group
 
@@ -149,14 +148,12 @@ def told_by(rows: Rows) -> Floats:
     digits, the answer if it is a number, and columns of numbers, such as a level or another model's pass rate. What is
     unknown is 0."""
     found = defaultdict[str, Floats](lambda: np.full(len(rows), np.nan))
-    for number in range(len(rows) if len(rows) <= _MOST_ROWS else 0):
-        with suppress(BadRow):
-            row = rows[number]
-            told = {"length": len(row.text), "digits": sum(map(str.isdigit, row.text)), "answer": row.answer}
-            for name, value in {**row.meta, **told}.items():
-                if isinstance(value, str | int | float) and (name in found or len(found) < _MOST_COLUMNS):
-                    with suppress(ValueError):
-                        found[name][number] = float(str(value).rpartition(" ")[2])  # "Level 5", too
+    for number, row in rows.good() if len(rows) <= _MOST_ROWS else ():
+        told = {"length": len(row.text), "digits": sum(map(str.isdigit, row.text)), "answer": row.answer}
+        for name, value in {**row.meta, **told}.items():
+            if isinstance(value, str | int | float) and (name in found or len(found) < _MOST_COLUMNS):
+                with suppress(ValueError):
+                    found[name][number] = float(str(value).rpartition(" ")[2])  # "Level 5", too
     return np.column_stack([np.ones(len(rows)), *map(_ranks, found.values())])
 
 

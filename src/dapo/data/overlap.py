@@ -126,7 +126,8 @@ class _Batch:
     def parts(self, size: int, owners: Numbers, firsts: Numbers) -> Hashes:
         """Of each run the hashes of all ``SHORTEST`` words in a row, [runs, 6]; the last one as often as needed."""
         places = np.minimum(np.arange(LONGEST - SHORTEST + 1), size - SHORTEST)
-        return self._every(SHORTEST)[(firsts + self._begins[owners])[:, None] + places]
+        found: Hashes = self._every(SHORTEST)[(firsts + self._begins[owners])[:, None] + places]
+        return found
 
     def _every(self, size: int) -> Hashes:
         count = max(len(self._hashes) - size + 1, 0)
@@ -172,19 +173,18 @@ class _Index:
         runs: list[Numbers] = [np.empty(0, np.int64)]
         start = 0
         of_runs: list[Hashes] = [np.empty((0, LONGEST - SHORTEST + 1), np.uint64)]
-        for size, parts in found.items():
-            hashes, pieces = (np.concatenate([part[k] for part in parts]) for k in (0, 3))
+        for size, batches in found.items():
+            hashes, parts = (np.concatenate([of_batch[k] for of_batch in batches]) for k in (0, 3))
             unique, example, inverse = np.unique(hashes, return_index=True, return_inverse=True)
             self._sizes[size] = unique, start
             runs.append(inverse + start)
-            of_runs.append(pieces[example])
+            of_runs.append(parts[example])
             start += len(unique)
-        self._count = start
         known, of_run = self._sizes.get(_PARTS, (np.empty(0, np.uint64), 0))[0], np.concatenate(of_runs)
         own = np.arange(start)[:, None]
         self._parts: Numbers = np.where(np.isin(of_run, known), np.searchsorted(known, of_run), own)
         """Of each run the numbers of its parts; its own in place of a formula."""
-        every = [part for parts in found.values() for part in parts]
+        every = [of_batch for batches in found.values() for of_batch in batches]
         by_run = np.concatenate(runs)
         order = np.argsort(by_run, kind="stable")
         self._runs: Numbers = by_run[order]
@@ -219,7 +219,7 @@ class _Index:
         runs = np.concatenate([self._runs, *(m.runs for m in matches)])
         keys = np.concatenate([self._keys, *(m.prompts for m in matches)])
         pairs = np.unique(np.stack([runs.astype(np.uint64), keys], axis=1), axis=0)
-        prompts = np.bincount(pairs[:, 0].astype(np.int64), minlength=self._count)
+        prompts = np.bincount(pairs[:, 0].astype(np.int64), minlength=len(self._parts))
         prompts = prompts[self._parts].max(axis=1)
         seen: set[tuple[int, int, int]] = set()
         for match in (match for match in matches if match.words):
