@@ -168,7 +168,8 @@ def test_a_position_that_was_saved_anywhere_gives_the_same_draws(tmp_path_factor
 
 
 def test_a_resumed_run_draws_the_same_prompts(tmp_path):
-    keys = {"data.sampling": "difficulty", "training.steps": 4, "run.save_every": 1}
+    keys = {"data.sampling": "difficulty", "data.sampling_target": [0.9, 0.1, 3]}
+    keys |= {"training.steps": 4, "run.save_every": 1}
     run(tmp_path / "whole", keys)
     run(tmp_path / "two", keys | {"training.steps": 2})
     run(tmp_path / "two", keys, resume=RunFolder(tmp_path / "two"))

@@ -167,9 +167,7 @@ class Proposer:
     def heard(self, groups: Sequence[Group]) -> None:
         """Reward the proposals by what the policy made of them."""
         lines = []
-        for group in groups:
-            if not group.scored:
-                continue
+        for group in [group for group in groups if group.scored]:
             right, wrong = right_and_wrong(group)
             rate = float(right / (right + wrong))
             reward = 1 - abs(2 * rate - 1)
