@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from data_cases import PLAIN, draws, source
+from data_cases import PLAIN, draws, numbered, source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,6 +126,29 @@ def test_what_is_known_fades_with_the_versions():
     stream.heard({0: [group(0, 4, version=30)]})
     assert before[1] < 0.45 < 0.9 < before[2] and stream._mixed[1] > before[1] + 0.2
     assert stream._mixed[0] > 0.9 and stream.metrics()["sampling/known"] == 1
+
+
+@pytest.mark.parametrize("right", [0, 8])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_where_nothing_is_mixed_all_prompts_are_drawn_alike(rows, right):
+    found, counts = source([{"prompt": f"p{k}", "answer": k} for k in range(rows)], sampling="difficulty"), Counter()
+    for version in range(100):
+        drawn = draws(found, 4)
+        counts.update(drawn)
+        found.feedback([group(row, right, version=version) for row in drawn])
+    assert len(counts) == rows and max(counts.values()) < 3 * 400 / rows
+    assert 0 < found.metrics()["sampling/expected_uniform"] < 0.05
+
+
+def test_a_file_that_is_named_twice_has_two_posteriors_and_a_changed_one_is_named(tmp_path):
+    file = numbered(tmp_path, 20)
+    found = source({"path": str(file), "weight": 1}, {"path": str(file), "weight": 3}, sampling="difficulty")
+    counts = Counter(row // 20 for row in draws(found, 400))
+    assert 60 < counts[0] < 140 and counts[0] + counts[1] == 400
+    state = found.state()
+    numbered(tmp_path, 21)
+    with pytest.raises(DataError, match=r"the data has changed since the checkpoint:\n1 rows.jsonl.rows: was 20"):
+        source(file, sampling="difficulty").load_state(state)
 
 
 def test_no_prompt_is_drawn_twice_before_it_is_heard_of_and_unusable_ones_are_left_out():
