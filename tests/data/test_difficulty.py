@@ -5,12 +5,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from data_cases import PLAIN, draws, source
+from data_cases import PLAIN, draws, numbered, source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.config import DataConfig
-from dapo.data.difficulty import DifficultyStream, chance_mixed
+from dapo.data.difficulty import DifficultyStream, chance_mixed, told_by
+from dapo.data.parts import Rows, open_parts
 from dapo.data.source import load_prompts
 from dapo.data.stream import Stream
 from dapo.errors import DataError
@@ -35,31 +36,67 @@ def config(**keys):
     return DataConfig(template="plain", sampling="difficulty", **keys)
 
 
-def planted(kind, seed, rows=400, steps=80, per_step=32, size=8):
-    """Share of groups that are wasted, where the pass rate of each row is known and rises as the policy learns."""
+def bank(count, **columns):
+    """Rows that differ in these columns only."""
+    return in_memory([{"prompt": "p"} | {name: column[k] for name, column in columns.items()} for k in range(count)])
+
+
+def in_memory(rows):
+    return Rows(open_parts(DataConfig(), rows, answer_required=False)[0])
+
+
+def planted(sampling, seed, rows=400, steps=80, centre=0.0, told=None, **keys):
+    """Right samples of each group by step, and how often each row was drawn, where the pass rate of each row is known
+    and rises as the policy learns. ``told``: how much of the variance of the difficulty a column explains."""
     rng = np.random.default_rng(seed)
-    skill = rng.normal(0.0, 3.0, rows)
-    bank = range(rows)
-    stream = DifficultyStream(bank, 0, config(), seed, size) if kind else Stream(bank, 0, DataConfig(), seed)
-    seen, wasted = Counter(), 0
+    skill = rng.normal(centre, 3.0, rows)
+    share = told or 0
+    column = math.sqrt(share) * (skill - centre) / 3 + math.sqrt(1 - share) * rng.normal(size=rows)
+    found = bank(rows, level=column) if told is not None else bank(rows)
+    data = DataConfig(template="plain", sampling=sampling, **keys)
+    stream = (DifficultyStream if sampling == "difficulty" else Stream)(
+        found, 0, data, seed, *[8][: sampling[0] == "d"]
+    )
+    seen, right = Counter(), []
     for step in range(steps):
-        heard = {}
-        for _ in range(per_step):
-            row = stream.next()
-            right = rng.binomial(size, 1 / (1 + math.exp(-skill[row] - 2 * step / steps)))
-            seen[row] += 1
-            wasted += right in (0, size)
-            heard.setdefault(row, []).append(group(row, right, size, step))
-        stream.heard(heard)
-    return wasted / (steps * per_step), seen
+        drawn = [stream.next() for _ in range(32)]
+        seen.update(drawn)
+        right.append(rng.binomial(8, 1 / (1 + np.exp(-skill[drawn] - 2 * step / steps))))
+        stream.heard({row: [group(row, k, version=step)] for row, k in zip(drawn, right[-1], strict=True)})
+    return np.array(right), seen
+
+
+def wasted(right):
+    return np.isin(right, (0, 8)).mean()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_at_least_30_percent_fewer_samples_are_wasted_and_no_prompt_is_forgotten(seed):
-    uniform, _ = planted(False, seed)
-    wasted, seen = planted(True, seed)
-    assert wasted < 0.7 * uniform, (wasted, uniform)
+    uniform, _ = planted("uniform", seed)
+    right, seen = planted("difficulty", seed)
+    assert wasted(right) < 0.7 * wasted(uniform)
     assert len(seen) > 0.97 * 400
+
+
+def test_columns_that_tell_the_difficulty_save_first_visits_and_others_cost_nothing():
+    none, noise, some = (wasted(planted("difficulty", 3, 4000, 40, -5.0, told)[0]) for told in (None, 0.0, 0.5))
+    assert some < 0.75 * none and noise < 1.1 * none, (none, noise, some)
+
+
+def test_a_curriculum_goes_from_easy_to_hard():
+    targets = ((0.5, 0.5, 1), (0.8, 0.3, 60))
+    even, moving = (planted("difficulty", 1, sampling_target=target)[0].mean(axis=1) / 8 for target in targets)
+    assert moving[10:25].mean() > even[10:25].mean() + 0.05 and moving[-15:].mean() < even[-15:].mean() - 0.05
+
+
+def test_what_rows_tell_is_ranks_whatever_is_missing_or_no_number():
+    rows = [
+        {"prompt": "a1" * (k + 1), "answer": k, "level": f"Level {9 - k}", "rate": [0.5, None][k % 2]} for k in range(4)
+    ]
+    told = told_by(in_memory([*rows, {"prompt": "ab", "answer": "x", "note": "no", "flag": True, "list": [1]}]))
+    assert told.shape == (5, 6) and (told[:, 0] == 1).all()
+    assert (np.argsort(told[:4, 3]) == np.arange(4)).all() and (np.argsort(told[:4, 1]) == np.arange(3, -1, -1)).all()
+    assert told[4, 1] == 0 and not told[:, 2].any() and told[:, [1, 3, 4, 5]].std(axis=0) == pytest.approx(1)
 
 
 @given(st.floats(0.1, 40), st.floats(0.1, 40), st.integers(1, 16))
@@ -72,7 +109,7 @@ def test_the_chance_of_a_mixed_group_is_that_of_the_beta_distribution(right, wro
 
 
 def test_every_prompt_keeps_the_floor_whatever_is_known_of_it():
-    stream = DifficultyStream(range(20), 0, config(sampling_floor=0.4, sampling_half_life=1e9), 1, 8)
+    stream = DifficultyStream(bank(20), 0, config(sampling_floor=0.4, sampling_half_life=1e9), 1, 8)
     for version in range(30):
         stream.heard({row: [group(row, 4 if row == 0 else 8, version=version)] for row in range(20)})
     found = Counter()
@@ -83,12 +120,35 @@ def test_every_prompt_keeps_the_floor_whatever_is_known_of_it():
 
 
 def test_what_is_known_fades_with_the_versions():
-    stream = DifficultyStream(range(40), 0, config(sampling_half_life=2), 1, 8)
+    stream = DifficultyStream(bank(40), 0, config(sampling_half_life=2), 1, 8)
     stream.heard({row: [group(row, 8 if row % 2 else 4)] for row in range(40)})
     before = stream.metrics()["sampling/expected_uniform"], stream._mixed[1], stream._mixed[0]
     stream.heard({0: [group(0, 4, version=30)]})
     assert before[1] < 0.45 < 0.9 < before[2] and stream._mixed[1] > before[1] + 0.2
     assert stream._mixed[0] > 0.9 and stream.metrics()["sampling/known"] == 1
+
+
+@pytest.mark.parametrize("right", [0, 8])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_where_nothing_is_mixed_all_prompts_are_drawn_alike(rows, right):
+    found, counts = source([{"prompt": f"p{k}", "answer": k} for k in range(rows)], sampling="difficulty"), Counter()
+    for version in range(100):
+        drawn = draws(found, 4)
+        counts.update(drawn)
+        found.feedback([group(row, right, version=version) for row in drawn])
+    assert len(counts) == rows and max(counts.values()) < 3 * 400 / rows
+    assert 0 < found.metrics()["sampling/expected_uniform"] < 0.05
+
+
+def test_a_file_that_is_named_twice_has_two_posteriors_and_a_changed_one_is_named(tmp_path):
+    file = numbered(tmp_path, 20)
+    found = source({"path": str(file), "weight": 1}, {"path": str(file), "weight": 3}, sampling="difficulty")
+    counts = Counter(row // 20 for row in draws(found, 400))
+    assert 60 < counts[0] < 140 and counts[0] + counts[1] == 400
+    state = found.state()
+    numbered(tmp_path, 21)
+    with pytest.raises(DataError, match=r"the data has changed since the checkpoint:\n1 rows.jsonl.rows: was 20"):
+        source(file, sampling="difficulty").load_state(state)
 
 
 def test_no_prompt_is_drawn_twice_before_it_is_heard_of_and_unusable_ones_are_left_out():
@@ -131,7 +191,8 @@ def test_a_position_that_was_saved_anywhere_gives_the_same_draws(tmp_path_factor
 
 
 def test_a_resumed_run_draws_the_same_prompts(tmp_path):
-    keys = {"data.sampling": "difficulty", "training.steps": 4, "run.save_every": 1}
+    keys = {"data.sampling": "difficulty", "data.sampling_target": [0.9, 0.1, 3]}
+    keys |= {"training.steps": 4, "run.save_every": 1}
     run(tmp_path / "whole", keys)
     run(tmp_path / "two", keys | {"training.steps": 2})
     run(tmp_path / "two", keys, resume=RunFolder(tmp_path / "two"))

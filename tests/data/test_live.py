@@ -113,10 +113,20 @@ def test_a_file_that_was_replaced_is_read_anew_and_one_that_cannot_be_read_is_na
         rows.take()
 
 
+def test_a_large_file_is_read_piece_by_piece(journal):
+    rows = journal.rows()
+    with journal.file.open("w") as out:
+        out.writelines(
+            json.dumps({"id": k, "prompt": "p" * 500, "answer": k, "time": 1000}) + "\n" for k in range(3000)
+        )
+    assert rows.take().meta["id"] == "0" and 100 < rows.metrics()["live/waiting"] < 150
+    assert [name for name, _ in taken(rows)] == [str(k) for k in range(1, 3000)]
+
+
 def test_clocks_that_are_ahead_nesting_and_floods_of_feedback_are_bounded(journal):
     rows = journal.rows()
     with journal.file.open("a") as out:
-        out.write('{"id": "deep", "prompt": ' + "[" * 100_000 + "\n")
+        out.write('{"id": "deep", "prompt": ' + "[" * 30_000 + "\n")
     journal.add("never", time=float("nan"), prompt="p", answer=1)
     journal.add("ahead", time=1e12, prompt="p", answer=1)
     journal.clock += 50

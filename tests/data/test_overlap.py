@@ -58,6 +58,15 @@ def test_boilerplate_does_not_count():
     assert len(hits([few[:1]], [few[1:] * 5])) == 5 * (BOILERPLATE - 1)  # the same prompt again is no other prompt
 
 
+def test_a_run_that_is_boilerplate_but_for_a_few_words_does_not_count():
+    phrase = sentence(7, 8)
+    many = [f"{sentence(100 + k, 5)} {phrase}" for k in range(BOILERPLATE)]
+    asked, other = f"{sentence(1)} {phrase} {sentence(2, 5)}", f"{sentence(3)} {phrase} {sentence(2, 5)}"
+    assert hits([[asked]], [[other, *many[2:]]]) == {(0, 0, 0, 0, "near")}
+    assert hits([[asked]], [[other, *many]]) == set()
+    assert hits([[asked]], [[f"{asked} more", *many]]) == {(0, 0, 0, 0, "near")}  # the rest of the prompt is there, too
+
+
 def test_formulas_are_no_language():
     formula = "a_1 + a_2 + a_3 + a_4 + a_5 + a_6 + a_7 + a_8 = x"
     assert hits([[f"one {formula} thing"]], [[f"another {formula} matter"]]) == set()

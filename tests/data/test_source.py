@@ -103,7 +103,7 @@ def test_files_that_follow_one_another_are_shuffled_together(tmp_path):
     order = draws(found, 50)
     assert sorted(order) == list(range(50)) and {k >= 30 for k in order[:25]} == {True, False}
     assert [found.prompts[k].text for k in (0, 29, 30, 49)] == ["p0", "p29", "p30", "p49"]
-    assert len(found.prompts) == 50 and found.prompts[30:32] == [found.prompts[30], found.prompts[31]]
+    assert len(found.prompts) == 50
 
 
 # --- position -----------------------------------------------------------------------------------------------------

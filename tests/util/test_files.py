@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from dapo.training.checkpoint import save_tensors
-from dapo.util.files import flush_to_disk, new_folder, plain, write_atomic, write_json
+from dapo.util.files import append_lines, flush_to_disk, new_folder, plain, write_atomic, write_json
 
 
 def test_json_holds_plain_types_and_null_for_what_is_not_finite(tmp_path: Path) -> None:
@@ -87,3 +88,14 @@ def test_a_file_system_that_cannot_flush_folders_can_be_written_to_and_failing_d
     failing["folder"] = errno.EIO
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         flush_to_disk(tmp_path)
+
+
+@pytest.mark.parametrize("left", [b"", b"half a line", b"whole\nhalf", b"whole\n" + b"h" * 10_000])
+def test_lines_that_several_append_at_once_stay_whole_and_half_a_line_goes(tmp_path: Path, left: bytes) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(left)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda k: append_lines(path, [{"k": k, "text": "x" * 5000}, {"k": k}]), range(40)))
+    kept, lines = left.count(b"\n"), path.read_bytes().splitlines()
+    found = [json.loads(line)["k"] for line in lines[kept:]]
+    assert lines[:kept] == [b"whole"][:kept] and found[::2] == found[1::2] and sorted(found[::2]) == list(range(40))

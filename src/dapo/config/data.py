@@ -65,6 +65,7 @@ def _one_item_is_a_list(value: Any) -> Any:
     return [value] if isinstance(value, str | dict | DataItem) else [] if value is None else value
 
 
+Rate = Annotated[float, Field(gt=0, lt=1)]
 Files = Annotated[list[DataItem], BeforeValidator(_one_item_is_a_list)]
 """Files and data sets; one alone may be written without brackets."""
 
@@ -179,6 +180,9 @@ class DataConfig(WritingConfig):
     """Share of `difficulty`'s draws that is uniform: no prompt is forgotten."""
     sampling_half_life: float = Field(20.0, gt=0)
     """Policy versions after which what is known of a prompt's pass rate counts half."""
+    sampling_target: tuple[Rate, Rate, Annotated[int, Field(ge=1)]] = (0.5, 0.5, 1)
+    """Pass rate that `difficulty` prefers: at the start, at the end, and how many policy versions lie between;
+    `[0.8, 0.5, 100]` goes from easy to hard."""
     shuffle_answers: bool = False
     """Control experiment: permute the answers over the training rows. What is still learned is not from the reward."""
 

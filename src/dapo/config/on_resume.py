@@ -73,7 +73,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "it would be another model": _keys("model", "compute_dtype trust_remote_code lora"),
     "prompts or their order would be others": (
         *_keys("data", "prompt_key answer_key template chat_template_kwargs instruction system max_prompt_length"),
-        *_keys("data", "shuffle shuffle_answers source sampling sampling_floor sampling_half_life"),
+        *_keys("data", "shuffle shuffle_answers source sampling sampling_floor sampling_half_life sampling_target"),
     ),
     "it would be another policy": _keys("rollout", "engine temperature top_p top_k stop_token_ids stop"),
     "values would be those of another critic": _keys("algorithm", "kind critic.model critic.share_backbone"),

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -186,17 +185,12 @@ def _agree(one: str | None, other: str | None, same: Same) -> bool:
 def _unseen(rows: Sequence[Row], evaluation: Sequence[DataItem], data: DataConfig, report: CleanReport) -> list[Row]:
     held = [Rows([Part(open_table(item), keys_of(item, data, False), item.path)]) for item in evaluation]
     found: dict[int, tuple[str, str]] = {}
-    for hit in find_overlap([_texts(one) for one in held], [enumerate(row.text for row in rows)]):
+    texts = [((number, row.text) for number, row in one.good()) for one in held]
+    for hit in find_overlap(texts, [enumerate(row.text for row in rows)]):
         where = held[hit.eval_file].place(hit.eval_row)
         why = f"the same prompt as {where}" if hit.exact else f"shares with {where}: {hit.words}"
         found.setdefault(hit.train_row, ("evaluation", why))
     return _without(rows, found, report)
-
-
-def _texts(rows: Rows) -> Iterator[tuple[int, str]]:
-    for number in range(len(rows)):
-        with suppress(BadRow):
-            yield number, rows[number].text
 
 
 def _without(rows: Sequence[Row], found: Mapping[int, tuple[str, str]], report: CleanReport) -> list[Row]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dapo.config.data import DataConfig
 from dapo.config.stages import PairKeys, RewardModelData, SFTData, StageData
-from dapo.data.parts import DataInput, Part, Rows, open_parts
+from dapo.data.parts import DataInput, Part, Rows, encode, open_parts
 from dapo.data.rows import BadRow, Keys, Messages, Row, listed, look_up, plain_value, text_or_messages
 from dapo.data.source import PromptSource
 from dapo.data.template import SAID, PromptTemplate
@@ -202,13 +202,7 @@ class PolicyText:
         yield _demonstration(ids, start, learned)
 
     def _prompt(self, prompt: str | Messages) -> list[int]:
-        try:
-            ids = self._template.encode(prompt)
-        except DataError as error:
-            raise BadRow(" ".join(str(error).split())) from None
-        if not ids:
-            raise BadRow("the tokenizer makes no tokens of the prompt")
-        return ids
+        return list(encode(Row(prompt, None), self._template))
 
 
 def _demonstration(ids: Sequence[int], start: int, learned: Sequence[bool]) -> Example:

@@ -23,6 +23,8 @@ from dapo.util.files import parse_json
 
 _MOST = 10_000
 """Prompts that may wait, and that feedback may be for; the oldest ones are dropped."""
+_AT_ONCE = 2**16
+"""Bytes that a draw reads, so that a large file holds nobody up."""
 _FEEDBACK = 100
 """What may be said of one prompt."""
 
@@ -87,8 +89,9 @@ class LiveRows:
             if file.read(len(self._tail)) != self._tail.encode("latin-1"):
                 self._warn(f"data.live: {self._file} is another file now, or was cut: it is read anew")
                 self._offset, self._line, self._tail = file.seek(0), 0, ""
+            most = self._offset + _AT_ONCE
             for line in file:
-                if not line.endswith(b"\n"):
+                if self._offset > most or not line.endswith(b"\n"):
                     break
                 self._offset, self._line = self._offset + len(line), self._line + 1
                 self._tail = line[-200:].decode("latin-1")

@@ -8,6 +8,7 @@ is the same on every machine."""
 from __future__ import annotations
 
 from hashlib import blake2b
+from itertools import accumulate
 
 _ROUNDS = 8
 _WORD = 2**64 - 1
@@ -53,11 +54,8 @@ class Choice:
     """A seeded choice among weights that can be entered anywhere: ``choice[draw]`` is the number of the one chosen."""
 
     def __init__(self, weights: list[float], *seed: int | str) -> None:
-        total, reached = sum(weights), 0.0
-        self._borders = []
-        for weight in weights:
-            reached += weight
-            self._borders.append(reached / total)
+        total = sum(weights)
+        self._borders = [reached / total for reached in accumulate(weights)]
         self._last = max(k for k, weight in enumerate(weights) if weight > 0)
         self._seed = seed
 

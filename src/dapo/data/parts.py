@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -117,6 +118,12 @@ class Rows:
         """Raises BadRow: the row cannot be used."""
         part, inside = self._find(number)
         return check_row(part.table.raw(inside), part.keys, part.table.place(inside))
+
+    def good(self) -> Iterator[tuple[int, Row]]:
+        """Those that can be used, with their numbers."""
+        for number in range(len(self)):
+            with suppress(BadRow):
+                yield number, self[number]
 
     def keys(self, number: int) -> Keys:
         return self._find(number)[0].keys

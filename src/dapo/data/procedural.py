@@ -72,6 +72,12 @@ def _row(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": entry["question"], "answer": entry["answer"] or "", "metadata": entry["metadata"]}
 
 
+def final_answer(response: str) -> str:
+    """What stands behind the last "Answer:", however many lines; the last line, if there is none."""
+    _, mark, said = response.rpartition("Answer:")
+    return (said if mark else response.strip().rpartition("\n")[2]).strip()
+
+
 @cache
 def _scorer(task: str) -> Callable[..., float]:
     import reasoning_gym
@@ -80,9 +86,6 @@ def _scorer(task: str) -> Callable[..., float]:
 
 
 def score(prompt: str, response: str, answer: str | None, **meta: Any) -> bool:
-    """What a task's own check says, which knows all right answers (``reward.function: dapo.data.procedural:score``), of
-    what stands behind the last "Answer:", or of the last line."""
-    lines = response.strip().splitlines() or [""]
-    said = response.rpartition("Answer:")[2].strip() if "Answer:" in response else lines[-1].strip()
+    """What a task's own check says, which knows all right answers (``reward.function: dapo.data.procedural:score``)."""
     entry = {"question": prompt, "answer": answer, "metadata": meta["metadata"]}
-    return bool(_scorer(meta["metadata"]["source_dataset"])(answer=said, entry=entry) >= 1)
+    return bool(_scorer(meta["metadata"]["source_dataset"])(answer=final_answer(response), entry=entry) >= 1)

@@ -20,11 +20,13 @@ from typing import Any
 
 from dapo.config.data import ProposerConfig
 from dapo.data.clean import number_of
+from dapo.data.difficulty import right_and_wrong
 from dapo.data.overlap import exact_key, find_overlap
+from dapo.data.procedural import final_answer
 from dapo.data.rows import BadRow, Keys, Row, check_row
 from dapo.errors import ConfigError, extra
 from dapo.records import Group
-from dapo.util.files import json_line, parse_json
+from dapo.util.files import append_lines, parse_json, writing
 from dapo.util.user_code import load_named
 
 Proposals = list[tuple[str, dict[str, str]]]
@@ -140,7 +142,7 @@ class Proposer:
 
     def _comes_again(self, prompt: str, answer: str) -> bool:
         """In text or as a number; the math reward bounds its time in main threads only."""
-        replies = (self._ask(_SOLVE.format(prompt=prompt)).rpartition("Answer:")[2].strip() for _ in range(2))
+        replies = (final_answer(self._ask(_SOLVE.format(prompt=prompt))) for _ in range(2))
         wanted = number_of(answer)
         return all(said == answer or (wanted is not None and number_of(said) == wanted) for said in replies)
 
@@ -164,20 +166,19 @@ class Proposer:
 
     def heard(self, groups: Sequence[Group]) -> None:
         """Reward the proposals by what the policy made of them."""
-        for group in groups:
-            rates = [bool(sample.verdict.correct) for sample in group.scored]
-            if not rates:
-                continue
-            rate = sum(rates) / len(rates)
+        lines = []
+        for group in [group for group in groups if group.scored]:
+            right, wrong = right_and_wrong(group)
+            rate = float(right / (right + wrong))
             reward = 1 - abs(2 * rate - 1)
             self._rewards.append(reward)
             one = (reward, group.prompt.text, group.prompt.answer or "")
             self._best = sorted({*self._best, one}, reverse=True)[:_EXAMPLES]
             self._counts["drawn"] += 1
-            if self._config.feed:
-                line = {"prompt": one[1], "answer": one[2], "pass_rate": rate, "reward": reward}
-                with Path(self._config.feed).open("a", encoding="utf-8") as out:
-                    out.write(json_line(line))
+            lines.append({"prompt": one[1], "answer": one[2], "pass_rate": rate, "reward": reward})
+        if self._config.feed and lines:
+            with writing(Path(self._config.feed)):
+                append_lines(Path(self._config.feed), lines)
 
     def metrics(self) -> dict[str, float]:
         names = ("asked", "accepted", "repeated", "wrong", "evaluation", "bad", "failed", "drawn")

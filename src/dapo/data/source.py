@@ -354,6 +354,4 @@ class _Prompts(Sequence[Prompt]):
         return len(self._rows)
 
     def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self._source.make(*row) for row in self._rows[place]]
         return self._source.make(*self._rows[place])

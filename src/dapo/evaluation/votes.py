@@ -8,10 +8,7 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +17,7 @@ from typing import Any, Literal
 
 from dapo.errors import UserError
 from dapo.evaluation.statistics import Estimate, estimate_share
-from dapo.util.files import json_line, lines_of, lock_file, parse_json, write_atomic
+from dapo.util.files import append_lines, json_line, lines_of, parse_json, write_atomic
 
 Choice = Literal["left", "right", "tie", "both_bad"]
 CHOICES: Sequence[Choice] = ("left", "right", "tie", "both_bad")
@@ -74,26 +71,14 @@ class Vote:
 
 
 def add_vote(root: Path, vote: Vote) -> int:
-    """Add to the votes of a run: how many there are then. Half a line that a killed process left at the end is cut off.
+    """Add to the votes of a run: how many there are then.
     Raises UserError: the file cannot be written; it is as it was before."""
-    path, line = votes_path(root), json_line(vote.as_json()).encode()
+    path = votes_path(root)
     try:
-        with path.open("a+b", buffering=0) as file:  # a buffer would be written once more when the file is closed
-            lock_file(file, fcntl.LOCK_EX)  # freed with the file
-            file.seek(0)
-            before = file.read()
-            whole = before.rfind(b"\n") + 1
-            file.truncate(whole)
-            try:
-                if file.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(file.fileno())
-            except OSError:
-                file.truncate(whole)
-                raise
+        append_lines(path, [vote.as_json()])
+        return path.read_bytes().count(b"\n")
     except OSError as error:
         raise UserError(f"{path}: cannot keep the vote: {error.strerror or error}") from None
-    return before.count(b"\n") + 1
 
 
 def read_votes(root: Path) -> list[Vote]:

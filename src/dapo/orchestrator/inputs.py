@@ -6,7 +6,7 @@ Every mistake that can be seen here is seen here, with a value that would work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from dapo.config import Config
 from dapo.config.user_parts import own_part
 from dapo.data.parts import DataInput, Rows, open_parts
 from dapo.data.proposer import Proposer
-from dapo.data.rows import BadRow, Table
+from dapo.data.rows import Table
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.environments.player import scores_itself
@@ -234,10 +234,7 @@ def _proposer(config: Config, inputs: RunOverrides, warn: Callable[[str], None])
     """That of ``data.proposer``, which keeps clear of all rows that the run has."""
 
     def texts(rows: DataInput) -> Iterator[str]:
-        every = Rows(open_parts(config.data, rows, False)[0])
-        for number in range(len(every)):
-            with suppress(BadRow):
-                yield every[number].text
+        return (row.text for _, row in Rows(open_parts(config.data, rows, False)[0]).good())
 
     train, held = inputs.rows or config.data.train, inputs.heldout or config.evaluation.data
     return Proposer(config.data.proposer, texts(train), list(texts(held)) if held else [], warn)

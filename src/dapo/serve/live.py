@@ -6,12 +6,9 @@ user's redaction makes of an entry is what is written."""
 
 from __future__ import annotations
 
-import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +18,8 @@ from pydantic import BaseModel, model_validator
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dapo.util.files import json_line, parse_json
+from dapo.util.asynchronous import in_thread
+from dapo.util.files import append_lines, parse_json
 from dapo.util.gate import WorkGate, add_reports
 from dapo.util.serving import Address, Progress, run_service
 from dapo.util.user_code import load_named
@@ -34,7 +32,7 @@ class Journal:
     def __init__(self, file: Path, redact: str | None = None) -> None:
         """``redact``: ``file.py:function``, which is given each entry and returns what to write; None: nothing.
         Raises ConfigError: it cannot be loaded."""
-        self.file, self._lock = file, threading.Lock()
+        self.file = file
         self._redact: Callable[[dict[str, Any]], dict[str, Any] | None] = (
             load_named(redact, "--redact") if redact else lambda entry: entry
         )
@@ -44,10 +42,7 @@ class Journal:
         kept = self._redact({**entry, "time": time.time()})
         if kept is None:
             return False
-        # in one piece, as other processes may write, too; what users wrote is for the owner's eyes
-        private = partial(os.open, mode=0o600)
-        with self._lock, open(self.file, "ab", buffering=0, opener=private) as out:
-            out.write(json_line(kept).encode())
+        append_lines(self.file, [kept], rights=0o600)  # what users wrote is for the owner's eyes
         return True
 
 
@@ -105,7 +100,7 @@ def recorded(app: ASGIApp, journal: Journal) -> ASGIApp:
 
         await app(scope, received, sent)
         if told and (entry := _entry(bytes(asked), bytes(told))):
-            journal.add(entry)
+            await in_thread(journal.add, entry)  # which waits for the disk
 
     return answer
 

@@ -7,10 +7,12 @@ import fcntl
 import hashlib
 import json
 import math
+import mmap
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +32,28 @@ def write_atomic(path: Path, pieces: str | bytes | Iterable[str]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def append_lines(path: Path, values: Iterable[Any], rights: int = 0o666) -> None:
+    """Add values as lines of JSON, all of them or none, and flush them to the disk; processes that do so wait for each
+    other. Half a line that a killed one left at the end is cut off. ``rights``: of a new file.
+    Raises OSError: the file cannot be written; its lines are as they were before."""
+    data = "".join(map(json_line, values)).encode()
+    # a buffer would be written once more when the file is closed
+    with open(path, "a+b", buffering=0, opener=partial(os.open, mode=rights)) as file:
+        lock_file(file, fcntl.LOCK_EX)  # freed with the file
+        whole = file.seek(0, os.SEEK_END)
+        if whole:
+            with mmap.mmap(file.fileno(), whole, access=mmap.ACCESS_READ) as text:
+                whole = text.rfind(b"\n") + 1
+        file.truncate(whole)
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(whole)
+            raise
 
 
 def file_hash(path: Path) -> str:
