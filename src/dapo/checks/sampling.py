@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,9 @@ from dapo.algorithm.admission import GroupVerdict, judge
 from dapo.checks.answers import spread
 from dapo.checks.context import CheckContext, Finding, NotAtHand
 from dapo.checks.rewards import forms_of, impatient, scores
-from dapo.config import Config
+from dapo.config import Config, EvaluationConfig
+from dapo.environments.player import player_for
+from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.statistics import estimate_share
 from dapo.model.loading import copy_model, stop_token_ids
 from dapo.model.placement import cache_bytes, engine_device, set_threads
@@ -71,33 +74,41 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
 
 async def _sample(context: CheckContext, prompts: Sequence[Prompt], samples: int, tokens: int) -> list[Group]:
     """Groups in the order of ``prompts``, their samples without text or reward."""
-    config, model, template = context.config, context.model, context.need(context.template, "template")
-    stop_ids = stop_token_ids(model, context.tokenizer, config.rollout.stop_token_ids)
-    template.ends_with(stop_ids)
+    config = context.config
     sampling = Sampling(config.rollout.temperature, tokens, stop=tuple(config.rollout.stop))
     seeds = [tuple(sample_seed(config.seed, p.row, _DRAW, i) for i in range(samples)) for p in prompts]
     requests = [Request(place, p.token_ids, seeds[place], sampling) for place, p in enumerate(prompts)]
+    async with _engine(context, max(len(p.token_ids) for p in prompts) + tokens, len(prompts) * samples) as engine:
+        found = {(sample.request_id, sample.index): sample async for sample in engine.generate(requests)}
+    return [Group(k, p, tuple(found[k, i] for i in range(samples))) for k, p in enumerate(prompts)]
+
+
+@asynccontextmanager
+async def _engine(context: CheckContext, longest: int, samples: int) -> AsyncIterator[NativeEngine]:
+    """``longest``: tokens of a prompt and its response. ``samples``: how many are wanted."""
+    config, model, template = context.config, context.model, context.need(context.template, "template")
+    stop_ids = stop_token_ids(model, context.tokenizer, config.rollout.stop_token_ids)
+    template.ends_with(stop_ids)
     engine = NativeEngine(
         copy_model(model, getattr(torch, config.model.compute_dtype), engine_device(config)),
         stop_ids,
-        max_sequence_tokens=max(len(p.token_ids) for p in prompts) + tokens,
-        max_concurrent_samples=min(config.rollout.max_concurrent_samples, len(prompts) * samples),
+        max_sequence_tokens=longest,
+        max_concurrent_samples=min(config.rollout.max_concurrent_samples, samples),
         cache_bytes=cache_bytes(config),
         threads=torch.get_num_threads(),
         decode=template.decode,
     )
     try:
-        found = {(sample.request_id, sample.index): sample async for sample in engine.generate(requests)}
+        yield engine
     finally:
         await engine.close()
-    return [Group(k, p, tuple(found[k, i] for i in range(samples))) for k, p in enumerate(prompts)]
 
 
 def check_probe(context: CheckContext) -> Iterator[Finding]:
     if not context.probe:
         return
     model, source = context.need(context.model, "model"), context.need(context.source, "tokenized data")
-    context.need(context.reward_works or None, "reward")
+    context.need(context.reward_works or context.own_reward or None, "reward")
     config = context.config
     set_threads(config, model)
     prompts = [source.next() for _ in range(context.probe)]
@@ -111,7 +122,7 @@ def check_probe(context: CheckContext) -> Iterator[Finding]:
     if filters.enable and filters.metric == "acc" and _is_open(groups):
         raise NotAtHand("verdict of right or wrong")
     yield from judged(config, groups)
-    if config.reward.kind in ("math", "exact"):  # elsewhere a score may cost, or look at more than the answer
+    if config.reward.kind in ("math", "exact") and not config.environment.on:  # elsewhere a score may cost, or look at more than the answer
         answers = {prompt.row: prompt.answer for prompt in source.untokenized()}
         yield from asyncio.run(shifted(config, groups, answers))
 
@@ -148,18 +159,23 @@ def _is_open(groups: Sequence[Group]) -> bool:
 
 
 async def _scored(context: CheckContext, prompts: Sequence[Prompt]) -> list[Group]:
-    config, template = context.config, context.need(context.template, "template")
-    groups = await _sample(context, prompts, config.rollout.samples_per_prompt, config.rollout.max_response_length)
-    samples = [(g.prompt, s) for g in groups for s in g.samples]
-    texts = [(prompt, template.decode(s.token_ids.tolist())) for prompt, s in samples]
-    async with running(make_scorer(impatient(config.reward))) as scorer:
-        rewards = iter(await scores(scorer, texts, [s.finish_reason for _, s in samples]))
-    metric, said = config.algorithm.filter_groups.metric, iter([text for _, text in texts])
+    """Single responses or episodes, with the settings of training in place of an evaluation's."""
+    config, rollout, template = context.config, context.config.rollout, context.need(context.template, "template")
+    samples, response = rollout.samples_per_prompt, rollout.max_response_length
+    sampled = {"samples_per_prompt": samples, "max_response_length": response, "temperature": rollout.temperature}
+    reward = config.reward.model_copy(update={"max_error_rate": 1.0})  # what fails is counted
+    asked = config.model_copy(update={"evaluation": EvaluationConfig(**sampled), "reward": reward})
+    player = player_for(asked, template, evaluation=True)
+    longest = (config.data.max_prompt_length if player else max(len(p.token_ids) for p in prompts)) + response
+    async with _engine(context, longest, len(prompts) * samples) as engine:
+        async with running(make_scorer(impatient(config.reward))) as scorer:
+            found = await evaluate(prompts, engine, scorer, template.decode, asked, player=player)
+    metric = config.algorithm.filter_groups.metric
 
     def judged_sample(sample: Sample) -> Sample:
-        return replace(sample, text=next(said), reward=in_place_of_failed(next(rewards), config.reward, metric))
+        return replace(sample, reward=in_place_of_failed(sample.verdict, config.reward, metric))
 
-    return [replace(g, samples=tuple(map(judged_sample, g.samples))) for g in groups]
+    return [replace(g, samples=tuple(map(judged_sample, g.samples))) for g in found.groups]
 
 
 def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:

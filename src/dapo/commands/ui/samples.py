@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Query
 from dapo.commands.ui import curves, queries
 from dapo.commands.ui.queries import Whole
 from dapo.commands.ui.runs import NotHere, Points, Run, RunAsked
-from dapo.commands.ui.texts import search, sendable, summary_of, tokens_of
+from dapo.commands.ui.texts import pieces, search, sendable, summary_of, tokenizer_of, tokens_of
 from dapo.errors import UserError
 from dapo.observe.run_view import OUTCOMES, RunView
 from dapo.observe.sample_rows import read_line
@@ -62,7 +63,8 @@ def group(run: RunAsked, step: Whole, draw: Whole) -> dict[str, Any]:
     """
     found = _group_of(run, step, draw)
     lines = [_line(run, row) for row in found]
-    whole = sum(row["length"] or 0 for row in found) <= MOST_TOKENS
+    further = sum(len(part["token_ids"]) for line in lines for part in line.get("more", ()))
+    whole = further + sum(row["length"] or 0 for row in found) <= MOST_TOKENS
     tokens = tokens_of(run.folder, step, [row["position"] for row in found]) if whole else [{} for _ in found]
     status = found[0]["status"]
     return {
@@ -75,7 +77,7 @@ def group(run: RunAsked, step: Whole, draw: Whole) -> dict[str, Any]:
         "row": found[0]["row"],
         "why": STATUSES.get(status, status),
         "samples": [
-            row | {"response": _beginning(line.get("response"), whole), "tokens": arrays} | _episode(line)
+            row | {"response": _beginning(line.get("response"), whole), "tokens": arrays} | _episode(run, line, whole)
             for row, line, arrays in zip(found, lines, tokens, strict=True)
         ],
     }
@@ -87,7 +89,8 @@ def sample(run: RunAsked, step: Whole, draw: Whole, sample: Whole) -> dict[str, 
     if row is None:
         raise NotHere(f"draw {draw} of step {step} of {run.name} has no sample {sample}")
     tokens = tokens_of(run.folder, step, [row["position"]], MOST_TOKENS)[0]
-    return {"response": _line(run, row).get("response"), "tokens": tokens}
+    line = _line(run, row)
+    return {"response": line.get("response"), "tokens": tokens} | _episode(run, line, True)
 
 
 @router.get("/sampling")
@@ -141,9 +144,24 @@ def _beginning(text: str | None, whole: bool) -> str | None:
     return text if whole or text is None or len(text) <= BEGINNING else text[:BEGINNING] + " …"
 
 
-def _episode(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What an episode has beside: its turns, and why it ended."""
-    return {name: line[name] for name in ("turns", "ended", "sampled") if name in line}
+def _episode(run: Run, line: Mapping[str, Any], whole: bool) -> dict[str, Any]:
+    """What an episode has beside: its turns, why it ended, what it began with where that is not the prompt, and, if
+    ``whole``, its further sequences."""
+    if "ended" not in line:
+        return {}
+    tokenizer, parts = tokenizer_of(run.folder), [line, *line["more"]]
+    text = partial(pieces, tokenizer) if tokenizer is not None else lambda _: None
+    sequences, first = [], 1
+    for part in parts[: None if whole else 1]:
+        said, begun = text(part.get("token_ids", ())[:MOST_TOKENS]), text(part.get("prompt_ids", ()))
+        logprobs = [round(n, 5) for n in part.get("logprobs", ())]
+        tokens = {"pieces": said, "logprob_engine": logprobs}
+        sequences.append({"turns": part["turns"], "first": first, "opening": "".join(begun or ()), "tokens": tokens})
+        first += len(part["turns"])
+    tokens_in_all = line["length"] + sum(len(part["token_ids"]) for part in parts[1:])
+    counts = {"turns_in_all": sum(len(part["turns"]) for part in parts), "tokens_in_all": tokens_in_all}
+    head = {name: sequences[0][name] for name in ("turns", "opening")}
+    return {"ended": line["ended"], "sampled": line["sampled"], "more": sequences[1:]} | head | counts
 
 
 def _line(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
