@@ -14,6 +14,7 @@ from dapo.config import CodeReward, Config, ExactReward, warnings_for
 from dapo.config.composed_reward import plain_rewards
 from dapo.config.plan import missing_files, plan_line, plan_of
 from dapo.config.user_parts import own_part
+from dapo.environments.player import check_environment
 from dapo.errors import UserError
 from dapo.model.placement import device_of, engine_device, take_turns
 from dapo.observe.trackers import check_trackers
@@ -169,6 +170,14 @@ def check_files(context: CheckContext) -> Iterator[Finding]:
         context.files = True
         count = len(config.data.train) + len(config.evaluation.data)
         yield Finding("data", "files", "pass", f"{count} named, all there")
+
+
+def check_episodes(context: CheckContext) -> Iterator[Finding]:
+    settings = context.config.environment
+    if settings.on:
+        tools = ", ".join(tool["function"]["name"] for tool in check_environment(context.config)) or "none of its own"
+        text = f"{settings.agent or settings.name} can be loaded; tools: {tools}"
+        yield Finding("recipe", "environment", "pass", text)
 
 
 def check_ahead(context: CheckContext) -> Iterator[Finding]:

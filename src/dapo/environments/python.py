@@ -32,7 +32,7 @@ def run_python(code: str, timeout_s: float = 10.0, stdin: str = "") -> str:
     source = code if "from __future__" in code else f"import sys; sys.stderr = sys.stdout\n{code}"
     output, why = bytearray(), ""
     try:
-        with _sandbox().start(source.encode("utf-8", "replace"), script=True) as program:
+        with sandbox().start(source.encode("utf-8", "replace"), script=True) as program:
             sink, pipe = program.process.stdin, program.process.stdout
             assert sink is not None and pipe is not None
             sink.write(stdin.encode("utf-8", "replace")[: _MIB // 32])
@@ -55,7 +55,8 @@ def run_python(code: str, timeout_s: float = 10.0, stdin: str = "") -> str:
 
 
 @cache
-def _sandbox() -> Sandbox:
-    sandbox = Sandbox(SandboxLimits(MEMORY, PROCESSES, SCRATCH))
-    sandbox.check()
-    return sandbox
+def sandbox() -> Sandbox:
+    """Raises RewardError: it does not start on this machine."""
+    found = Sandbox(SandboxLimits(MEMORY, PROCESSES, SCRATCH))
+    found.check()
+    return found

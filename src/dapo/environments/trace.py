@@ -25,7 +25,7 @@ TURN_ENDS: Mapping[str, str] = {
 EPISODE_ENDS: Mapping[str, str] = {
     "done": "came to its end",
     "max_turns": "had all turns that it may have",
-    "max_tokens": "had all tokens that it may have",
+    "max_tokens": "had all tokens that it, or its last turn, may have",
     "timeout": "took too long",
     "died": "its environment or agent failed",
 }

@@ -179,7 +179,7 @@ function drawGroup(group, colouring, choose, more, text) {
     cards, reading);
 }
 
-const ENDS = { done: "ended", max_turns: "had all its turns", max_tokens: "had all its tokens", timeout: "took too long", died: "its environment failed" };
+const ENDS = { done: "ended", max_turns: "had all its turns", max_tokens: "had all tokens that it, or its last turn, may have", timeout: "took too long", died: "its environment failed" };
 const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 
 function drawSample(sample, colouring, reading, opener, text) {
