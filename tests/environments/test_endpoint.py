@@ -33,7 +33,8 @@ def played(agent, answer, *, prompts=1, think_s=0.0, tokenizer=TOKENIZER, limit_
                     await asyncio.sleep(think_s)
                     return await script(*given)
 
-                prompt = Prompt(number, f"Go {number}", tuple(template.encode("Go")), "7", {"number": number, "task": number})
+                row = {"number": number, "task": number}
+                prompt = Prompt(number, f"Go {number}", tuple(template.encode("Go")), "7", row)
                 async with player.seat() as session:
                     return await player.play(session, prompt, ask), script, prompt
 

@@ -1,4 +1,4 @@
-"""A game behind OpenEnv's server, in a process of its own: python openenv_game.py PORT. Also says where it is played."""
+"""A game behind OpenEnv's server, in a process of its own: python openenv_game.py PORT."""
 
 import sys
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +31,8 @@ from dapo.model.placement import cache_bytes, engine_device, set_threads
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running
-from dapo.reward.contract import in_place_of_failed
-from dapo.rollout.engine import Request, Sampling
+from dapo.reward.contract import NoScorer, Scorer, in_place_of_failed
 from dapo.rollout.native.engine import NativeEngine
-from dapo.rollout.seeds import sample_seed
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import pack, pack_demonstrations
 from dapo.training.policy import Policy
@@ -43,7 +40,6 @@ from dapo.training.policy import Policy
 AGREE_WITHIN = {"float32": 0.02, "bfloat16": 0.1}
 """Mean |log pi_engine - log pi_trainer| over the tokens, in nats, by ``model.compute_dtype``."""
 _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 16
-_DRAW = -2  # numbered apart from the draws of training and evaluation
 PROBE_SECONDS = 600.0
 _SHIFTED_PROMPTS = 5
 """So many prompts have to be answered as a neighbouring row wants it, and so many times more than as their own does."""
@@ -56,7 +52,7 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
     set_threads(config, model)  # of the thread that works here
     prompts = spread(source.prompts, _PROMPTS)
     tokens = min(_TOKENS, config.rollout.max_response_length)
-    groups = asyncio.run(_sample(context, prompts, _SAMPLES, tokens))
+    groups = asyncio.run(_sample(context, prompts, NoScorer(), _SAMPLES, tokens))
     told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]
     batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)])
     dtype = getattr(torch, config.model.compute_dtype)
@@ -72,34 +68,30 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
         yield Finding("model", "agreement", "pass", text)
 
 
-async def _sample(context: CheckContext, prompts: Sequence[Prompt], samples: int, tokens: int) -> list[Group]:
-    """Groups in the order of ``prompts``, their samples without text or reward."""
-    config = context.config
-    sampling = Sampling(config.rollout.temperature, tokens, stop=tuple(config.rollout.stop))
-    seeds = [tuple(sample_seed(config.seed, p.row, _DRAW, i) for i in range(samples)) for p in prompts]
-    requests = [Request(place, p.token_ids, seeds[place], sampling) for place, p in enumerate(prompts)]
-    async with _engine(context, max(len(p.token_ids) for p in prompts) + tokens, len(prompts) * samples) as engine:
-        found = {(sample.request_id, sample.index): sample async for sample in engine.generate(requests)}
-    return [Group(k, p, tuple(found[k, i] for i in range(samples))) for k, p in enumerate(prompts)]
-
-
-@asynccontextmanager
-async def _engine(context: CheckContext, longest: int, samples: int) -> AsyncIterator[NativeEngine]:
-    """``longest``: tokens of a prompt and its response. ``samples``: how many are wanted."""
+async def _sample(
+    context: CheckContext, prompts: Sequence[Prompt], scorer: Scorer, samples: int, tokens: int, play: bool = False
+) -> Sequence[Group]:
+    """Groups in the order of ``prompts``, sampled as in training. ``play``: where the recipe has episodes, they are."""
     config, model, template = context.config, context.model, context.need(context.template, "template")
     stop_ids = stop_token_ids(model, context.tokenizer, config.rollout.stop_token_ids)
     template.ends_with(stop_ids)
+    how = EvaluationConfig(
+        samples_per_prompt=samples, max_response_length=tokens, temperature=config.rollout.temperature
+    )
+    reward = config.reward.model_copy(update={"max_error_rate": 1.0})  # what fails is counted
+    asked = config.model_copy(update={"evaluation": how, "reward": reward})
+    player = player_for(asked, template, evaluation=True) if play else None
     engine = NativeEngine(
         copy_model(model, getattr(torch, config.model.compute_dtype), engine_device(config)),
         stop_ids,
-        max_sequence_tokens=longest,
-        max_concurrent_samples=min(config.rollout.max_concurrent_samples, samples),
+        max_sequence_tokens=max(config.data.max_prompt_length, *(len(p.token_ids) for p in prompts)) + tokens,
+        max_concurrent_samples=min(config.rollout.max_concurrent_samples, len(prompts) * samples),
         cache_bytes=cache_bytes(config),
         threads=torch.get_num_threads(),
         decode=template.decode,
     )
     try:
-        yield engine
+        return (await evaluate(prompts, engine, scorer, template.decode, asked, player=player)).groups
     finally:
         await engine.close()
 
@@ -122,7 +114,9 @@ def check_probe(context: CheckContext) -> Iterator[Finding]:
     if filters.enable and filters.metric == "acc" and _is_open(groups):
         raise NotAtHand("verdict of right or wrong")
     yield from judged(config, groups)
-    if config.reward.kind in ("math", "exact") and not config.environment.on:  # elsewhere a score may cost, or look at more than the answer
+    if (
+        config.reward.kind in ("math", "exact") and not config.environment.on
+    ):  # elsewhere a score may cost, or look at more than the answer
         answers = {prompt.row: prompt.answer for prompt in source.untokenized()}
         yield from asyncio.run(shifted(config, groups, answers))
 
@@ -159,23 +153,16 @@ def _is_open(groups: Sequence[Group]) -> bool:
 
 
 async def _scored(context: CheckContext, prompts: Sequence[Prompt]) -> list[Group]:
-    """Single responses or episodes, with the settings of training in place of an evaluation's."""
-    config, rollout, template = context.config, context.config.rollout, context.need(context.template, "template")
-    samples, response = rollout.samples_per_prompt, rollout.max_response_length
-    sampled = {"samples_per_prompt": samples, "max_response_length": response, "temperature": rollout.temperature}
-    reward = config.reward.model_copy(update={"max_error_rate": 1.0})  # what fails is counted
-    asked = config.model_copy(update={"evaluation": EvaluationConfig(**sampled), "reward": reward})
-    player = player_for(asked, template, evaluation=True)
-    longest = (config.data.max_prompt_length if player else max(len(p.token_ids) for p in prompts)) + response
-    async with _engine(context, longest, len(prompts) * samples) as engine:
-        async with running(make_scorer(impatient(config.reward))) as scorer:
-            found = await evaluate(prompts, engine, scorer, template.decode, asked, player=player)
+    config, rollout = context.config, context.config.rollout
+    size = rollout.samples_per_prompt, rollout.max_response_length
+    async with running(make_scorer(impatient(config.reward))) as scorer:
+        groups = await _sample(context, prompts, scorer, *size, play=True)
     metric = config.algorithm.filter_groups.metric
 
     def judged_sample(sample: Sample) -> Sample:
         return replace(sample, reward=in_place_of_failed(sample.verdict, config.reward, metric))
 
-    return [replace(g, samples=tuple(map(judged_sample, g.samples))) for g in found.groups]
+    return [replace(g, samples=tuple(map(judged_sample, g.samples))) for g in groups]
 
 
 def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:

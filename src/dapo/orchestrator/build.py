@@ -84,7 +84,9 @@ class Setup:
         config = on_day(config, template.today)
         source = training_prompts(config, overrides, template, listener)
         heldout = heldout_prompts(config, overrides, template, listener)
-        seen = "a prompt as the model sees it" + (", before its environment adds tools and text" * config.environment.on)
+        seen = "a prompt as the model sees it" + (
+            ", before its environment adds tools and text" * config.environment.on
+        )
         listener.phase(f"{seen}: {template.show(source.prompts[0])}")
         check_lengths(config, described.config, heldout)
         check_vocabulary(described, tokenizer, config, listener, rows)

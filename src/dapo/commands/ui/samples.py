@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -145,23 +144,22 @@ def _beginning(text: str | None, whole: bool) -> str | None:
 
 
 def _episode(run: Run, line: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-    """What an episode has beside: its turns, why it ended, what it began with where that is not the prompt, and, if
-    ``whole``, its further sequences."""
+    """What an episode has beside: its turns, why it ended, what it began with where that is not the prompt, and its
+    further sequences, with their tokens if ``whole``."""
     if "ended" not in line:
         return {}
-    tokenizer, parts = tokenizer_of(run.folder), [line, *line["more"]]
-    text = partial(pieces, tokenizer) if tokenizer is not None else lambda _: None
-    sequences, first = [], 1
-    for part in parts[: None if whole else 1]:
-        said, begun = text(part.get("token_ids", ())[:MOST_TOKENS]), text(part.get("prompt_ids", ()))
-        logprobs = [round(n, 5) for n in part.get("logprobs", ())]
-        tokens = {"pieces": said, "logprob_engine": logprobs}
-        sequences.append({"turns": part["turns"], "first": first, "opening": "".join(begun or ()), "tokens": tokens})
-        first += len(part["turns"])
-    tokens_in_all = line["length"] + sum(len(part["token_ids"]) for part in parts[1:])
-    counts = {"turns_in_all": sum(len(part["turns"]) for part in parts), "tokens_in_all": tokens_in_all}
-    head = {name: sequences[0][name] for name in ("turns", "opening")}
-    return {"ended": line["ended"], "sampled": line["sampled"], "more": sequences[1:]} | head | counts
+    tokenizer = tokenizer_of(run.folder)
+
+    def sequence(part: Mapping[str, Any]) -> dict[str, Any]:
+        begun, said = (
+            pieces(tokenizer, part.get(name, ())[:MOST_TOKENS]) if tokenizer is not None and whole else []
+            for name in ("prompt_ids", "token_ids")
+        )
+        tokens = {"pieces": said, "logprob_engine": part.get("logprobs")}
+        return {"turns": part["turns"], "opening": "".join(begun), "tokens": tokens}
+
+    head = {name: value for name, value in sequence(line).items() if name != "tokens"}
+    return {"ended": line["ended"], "sampled": line["sampled"], "more": [sequence(one) for one in line["more"]]} | head
 
 
 def _line(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:

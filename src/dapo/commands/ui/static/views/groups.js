@@ -180,9 +180,9 @@ function drawGroup(group, colouring, choose, more, text) {
 }
 
 const ENDS = { done: "ended", max_turns: "had all its turns", max_tokens: "had all tokens that it, or its last turn, may have", timeout: "took too long", died: "its environment failed" };
-const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 
 function drawSample(sample, colouring, reading, opener, text) {
+  const turns = sample.turns && [sample, ...sample.more].flatMap((sequence) => sequence.turns);
   const mark = sample.correct === null ? ["?", "muted"] : sample.correct ? ["✓", "good"] : ["✗", "warm"];
   const differs = sample.check_correct !== null && sample.check_correct !== sample.correct;
   const facts = Object.entries(sample.parts ?? {}).map(([name, value]) => h("span", {}, `${name} ${number(value)}`));
@@ -192,14 +192,13 @@ function drawSample(sample, colouring, reading, opener, text) {
       h("b", { class: mark[1], title: sample.correct ? "right" : "wrong" }, `${mark[0]} ${sample.extracted ?? (sample.correct === null ? "no verdict" : sample.correct ? "right" : "wrong")}`),
       h("span", {}, h("span", { class: "muted" }, "reward "), number(sample.reward)),
       h("span", {}, h("span", { class: "muted" }, "advantage "), number(sample.advantage)),
-      h("span", { class: "muted" }, sample.turns ? `${sample.sampled} of ${sample.tokens_in_all} tok are the model's` : `${sample.length} tok`),
-      sample.turns ? h("span", { class: `tag ${sample.ended === "done" ? "" : "warm"}` }, `${counted(sample.turns_in_all, "turn")}, ${ENDS[sample.ended] ?? sample.ended}`)
+      h("span", { class: "muted" }, turns ? `${sample.sampled} tok of the model's` : `${sample.length} tok`),
+      turns ? h("span", { class: `tag ${sample.ended === "done" ? "" : "warm"}` }, `${turns.length} turn${turns.length === 1 ? "" : "s"}, ${ENDS[sample.ended] ?? sample.ended}`)
         : sample.finish_reason === "length" && h("span", { class: "tag warm" }, "cut"),
       differs && h("span", { class: "tag warm" }, `check: ${sample.check_correct ? "right" : "wrong"}`),
       sample.status === "kept" && !sample.in_loss && h("span", { class: "tag" }, "not in the loss"),
       sample.error && h("span", { class: "tag warm", title: sample.error }, "score failed")),
-    drawTokens(sample, sample, colouring, reading, text),
-    sample.more?.map((sequence) => drawTokens(sequence, sample, colouring, reading, text)),
+    [sample, ...(sample.more ?? [])].map((sequence) => drawTokens(sequence, turns?.indexOf(sequence.turns[0]) ?? 0, sample, colouring, reading, text)),
     opener,
     sample.tokens.pieces?.length < sample.length && note(`The first ${number(sample.tokens.pieces.length)} of its tokens.`),
     h("footer", {}, h("span", {}, `#${sample.sample}`), sample.shaped_reward !== null && sample.shaped_reward !== sample.reward && h("span", {}, `shaped ${number(sample.shaped_reward)}`), facts,
@@ -210,29 +209,27 @@ function drawSample(sample, colouring, reading, opener, text) {
 const STOPS = { tool_calls: "calls a tool", malformed: "its call cannot be read", length: "cut, not in the loss" };
 
 // Of a response its tokens; of an episode those of the model under a head for each turn, and what the environment said.
-function drawTokens(sequence, sample, colouring, reading, text) {
-  const { pieces, ...numbers } = sequence.tokens, first = sequence.first ?? 1;
-  const units = pieces ?? [...(sequence.response ?? "(the text is gone)")];
-  const token = (place, turn) => ({ advantage: turn?.[2] === "length" ? 0 : turn?.[4] ?? sample.advantage ?? 0, ...Object.fromEntries(["logprob_engine", "logprob_trainer", "entropy"].map((name) => [name, numbers[name]?.[place] ?? null])) });
+function drawTokens(sequence, before, sample, colouring, reading, text) {
+  const { pieces, ...numbers } = sequence.tokens, units = pieces ?? [...(sequence.response ?? "(the text is gone)")];
+  const advantage = ([, , stop, , own]) => (stop === "length" ? 0 : own ?? sample.advantage ?? 0);
+  const token = (place, turn) => ({ advantage: advantage(turn), ...Object.fromEntries(["logprob_engine", "logprob_trainer", "entropy"].map((name) => [name, numbers[name]?.[place] ?? null])) });
   const unfolded = (words, most) => folded(words, text && words.toLowerCase().includes(text.toLowerCase()) ? Infinity : most);
-  const anew = first > 1 && h("span", { class: "turn" }, "from here on with a beginning of its own, as earlier turns were rewritten");
+  const anew = before > 0 && h("span", { class: "turn" }, "from here on with a beginning of its own, as earlier turns were rewritten");
   const cells = [], body = [anew, sequence.opening && h("span", { class: "theirs" }, unfolded(sequence.opening, 240))];
-  const cell = (from, to, turn, own = true) => {
-    const words = units.slice(from, to).join(""), painted = own && (pieces || colouring.both) ? colouring.class(token(from, turn)) : "";
-    if (!words && from >= units.length) return;
-    const element = h("span", { class: `${pieces ? "tok" : ""} ${own ? painted : "theirs"}` }, own ? words : unfolded(words));
-    cells.push({ element, from, to, turn, own });
-    body.push(element);
+  const cell = (from, to, turn) => {
+    const words = units.slice(from, to).join(""), painted = turn && (pieces || colouring.both) ? colouring.class(token(from, turn)) : "";
+    cells.push({ element: h("span", { class: turn ? `${pieces ? "tok" : ""} ${painted}` : "tok theirs" }, turn ? words : unfolded(words)), from, to, turn });
+    body.push(cells.at(-1).element);
   };
   let at = 0;
-  for (const [index, turn] of (sequence.turns ?? []).entries()) {
-    const [from, to] = pieces ? turn : turn[5], [, , stop, reward, advantage] = turn;
-    if (from > at) cell(at, from, null, false);
-    body.push(h("span", { class: "turn" }, [`turn ${first + index}`, STOPS[stop], reward && `reward ${number(reward)}`, advantage !== null && `advantage ${number(advantage)}`].filter(Boolean).join(" · ")));
+  for (const [index, turn] of (sequence.turns ?? [[0, units.length, null, 0, null, [0, units.length]]]).entries()) {
+    const [from, to] = pieces ? turn : turn[5], [, , stop, reward, own] = turn;
+    if (from > at) cell(at, from);
+    if (sequence.turns) body.push(h("span", { class: "turn" }, [`turn ${before + index + 1}`, STOPS[stop], reward && `reward ${number(reward)}`, own !== null && `advantage ${number(own)}`].filter(Boolean).join(" · ")));
     for (let place = from; place < to; place += pieces ? 1 : to) cell(place, pieces ? place + 1 : to, turn);
     at = to;
   }
-  for (; at < units.length; at += pieces && !sequence.turns ? 1 : units.length) cell(at, pieces && !sequence.turns ? at + 1 : units.length, null, !sequence.turns);
+  if (at < units.length) cell(at, units.length);
   let here = -1;
   const read = (index) => {
     cells[here]?.element.classList.remove("at");
@@ -241,13 +238,13 @@ function drawTokens(sequence, sample, colouring, reading, text) {
     cells[here].element.scrollIntoView?.({ block: "nearest" });
     say(cells[here]);
   };
-  const say = ({ from, to, turn, own }) => {
-    if (!own) return fill(reading, `tokens ${from + 1} to ${to} of ${units.length} · of the environment`);
+  const say = ({ from, to, turn }) => {
+    if (!turn) return fill(reading, `tokens ${from + 1} to ${to} of ${units.length} · of the environment`);
     const now = token(from, turn), facts = [`token ${to} of ${units.length}`];
     if (now.logprob_engine !== null) facts.push(`probability ${percent(Math.exp(now.logprob_engine))}`, `engine ${now.logprob_engine.toFixed(4)}`);
     if (now.logprob_trainer !== null) facts.push(`trainer ${now.logprob_trainer.toFixed(4)}`, `gap ${number(Math.abs(now.logprob_engine - now.logprob_trainer))}`);
     if (now.entropy !== null) facts.push(`entropy ${now.entropy.toFixed(3)}`);
-    facts.push(turn?.[2] === "length" ? "not in the loss" : `advantage ${number(turn?.[4] ?? sample.advantage)}`);
+    facts.push(turn[2] === "length" ? "not in the loss" : `advantage ${number(advantage(turn))}`);
     fill(reading, h("code", {}, JSON.stringify(units[from])), "  ", facts.join(" · "));
   };
   return h("pre", {
