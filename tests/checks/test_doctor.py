@@ -115,7 +115,7 @@ def test_rows_of_an_environment_that_scores_its_episodes_need_no_answers_and_a_p
     given = ("environment.name=game.py:Game", "algorithm.overlong_buffer=false", "environment.max_turns=2")
     findings = doctor(*given)
     assert not complaints(findings), complaints(findings)
-    assert "reward" not in {one["name"] for one in findings} and "environment" in {one["name"] for one in findings}
+    assert "reward" not in {one["name"] for one in findings}
     (case / "bad.py").write_text("class Bad:\n    def tool(self, x):\n        return x\n")
     assert "type hints" in complaints(doctor("environment.name=bad.py:Bad", code=2))["environment"]["found"]
     probed = complaints(doctor(*given, "environment.max_turn_tokens=3", "--probe", "2"))

@@ -45,7 +45,6 @@ def entries() -> list[Entry]:
         Entry("settings", "recipe", settings.check_settings),
         Entry("files", "data", settings.check_files),
         Entry("run-folder", "machine", settings.check_run_folder),
-        Entry("environment", "recipe", settings.check_episodes),
         Entry("device", "machine", model.check_device),
         Entry("cluster", "machine", cluster.check_cluster, 60.0),
         Entry("ahead", "recipe", settings.check_ahead),

@@ -48,7 +48,8 @@ def check_rows(context: CheckContext) -> Iterator[Finding]:
     except DataError as error:
         yield Finding("data", "files", "fail", str(error), "dapo data check FILES says what is in a file")
         return
-    troubles = [*_bad_rows(found, config, context.own_reward), *_repeated_rows(found, config)]
+    repeated = () if config.environment.on else _repeated_rows(found, config)  # other keys tell rows apart, too
+    troubles = [*_bad_rows(found, config, context.own_reward), *repeated]
     yield from troubles
     failed = any(one.status == "fail" for one in troubles)
     if not failed:
@@ -110,8 +111,6 @@ def _repeated_rows(found: CheckReport, config: Config) -> Iterator[Finding]:
     text = f"{conflicts:,} rows repeat the prompt of an earlier row with another answer{example}"
     fix = f"data.prompt_key, now {config.data.prompt_key!r}: is it the key of the question?"
     fix = "keep one row of each; dapo data check lists them" if conflicts < rows / 2 else fix
-    if config.environment.on:  # rows are told apart by other keys, too
-        return
     yield from _told("conflicts", conflicts, text, fix)
     repeated = sum(r.duplicates for r in train) + sum(pair.exact for pair in found.between) - conflicts
     text = f"{repeated:,} of {rows:,} rows repeat the prompt of an earlier row"

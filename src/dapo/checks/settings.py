@@ -34,7 +34,11 @@ def check_settings(context: CheckContext) -> Iterator[Finding]:
     found = [(text, "") for text in warnings_for(config)] + list(_doubtful(config))
     for text, fix in found:
         yield Finding("recipe", "settings", "warn", text, fix)
-    for name, check in (("trackers", check_trackers), ("own-parts", check_own_parts)):
+    for name, check in (
+        ("trackers", check_trackers),
+        ("own-parts", check_own_parts),
+        ("environment", check_environment),
+    ):
         try:
             check(config)
         except UserError as error:
@@ -170,14 +174,6 @@ def check_files(context: CheckContext) -> Iterator[Finding]:
         context.files = True
         count = len(config.data.train) + len(config.evaluation.data)
         yield Finding("data", "files", "pass", f"{count} named, all there")
-
-
-def check_episodes(context: CheckContext) -> Iterator[Finding]:
-    settings = context.config.environment
-    if settings.on:
-        tools = ", ".join(tool["function"]["name"] for tool in check_environment(context.config)) or "none of its own"
-        text = f"{settings.agent or settings.name} can be loaded; tools: {tools}"
-        yield Finding("recipe", "environment", "pass", text)
 
 
 def check_ahead(context: CheckContext) -> Iterator[Finding]:

@@ -41,7 +41,7 @@ class Played:
         """The verdict: what the environment says, or ``scorer`` of the last answer, and the rewards of turns."""
         last = self.episode.last
         reward = self.reward or await scorer.score(prompt, last.said if last else "", sample.finish_reason)
-        given = self.episode.trace.rewards
+        given = sum(turn.reward for part in sample.parts for turn in part.turns)
         return replace(reward, value=reward.value + given) if given and reward.error is None else reward
 
 
@@ -157,6 +157,8 @@ async def _asked(session: Session, item: Mapping[str, Any]) -> dict[str, Any]:
 def check_environment(config: Config) -> list[Any]:
     """The tools that the recipe's environment has. Raises UserError: it cannot be used; says why."""
     settings = config.environment
+    if not settings.on:
+        return []
     if settings.agent:
         load_named(settings.agent, "environment.agent")
         return []

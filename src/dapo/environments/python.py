@@ -55,7 +55,6 @@ def run_python(code: str, timeout_s: float = 10.0) -> str:
 
 @cache
 def sandbox() -> Sandbox:
-    """Raises RewardError: it does not start on this machine."""
     found = Sandbox(SandboxLimits(MEMORY, PROCESSES, SCRATCH))
     found.check()
     return found

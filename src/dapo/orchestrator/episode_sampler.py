@@ -61,8 +61,7 @@ class EpisodeSampler(GroupSampler):
                     draw.dropped_tokens += sum(lengths)
                 else:
                     break
-        sample = played.sample(draw.number, index, draw.prompt)
-        draw.received[index] = sample
+        sample = draw.received[index] = played.sample(draw.number, index, draw.prompt)
         await self._judge(draw, sample, played.scored(sample, draw.prompt, self._scorer))
 
     async def _ask(

@@ -156,8 +156,7 @@ class GroupSampler:
 
     async def _score(self, draw: PendingGroup, sample: Sample) -> None:
         text = self._decode(sample.token_ids.tolist())
-        verdict = self._scorer.score(draw.prompt, text, sample.finish_reason)
-        await self._judge(draw, replace(sample, text=text), verdict)
+        await self._judge(draw, replace(sample, text=text), self._scorer.score(draw.prompt, text, sample.finish_reason))
 
     async def _judge(self, draw: PendingGroup, sample: Sample, verdict: Awaitable[Reward]) -> None:
         with self.in_flight.spans("scoring"):

@@ -145,21 +145,19 @@ def _beginning(text: str | None, whole: bool) -> str | None:
 
 def _episode(run: Run, line: Mapping[str, Any], whole: bool) -> dict[str, Any]:
     """What an episode has beside: its turns, why it ended, what it began with where that is not the prompt, and its
-    further sequences, with their tokens if ``whole``."""
-    if "ended" not in line:
-        return {}
-    tokenizer = tokenizer_of(run.folder)
+    further sequences. ``whole``: with their tokens."""
+    tokenizer = tokenizer_of(run.folder) if whole else None
 
     def sequence(part: Mapping[str, Any]) -> dict[str, Any]:
-        begun, said = (
-            pieces(tokenizer, part.get(name, ())[:MOST_TOKENS]) if tokenizer is not None and whole else []
-            for name in ("prompt_ids", "token_ids")
-        )
+        ids = (part.get(name, ())[:MOST_TOKENS] for name in ("prompt_ids", "token_ids"))
+        begun, said = (pieces(tokenizer, some) if tokenizer is not None else [] for some in ids)
         tokens = {"pieces": said, "logprob_engine": part.get("logprobs")}
         return {"turns": part["turns"], "opening": "".join(begun), "tokens": tokens}
 
-    head = {name: value for name, value in sequence(line).items() if name != "tokens"}
-    return {"ended": line["ended"], "sampled": line["sampled"], "more": [sequence(one) for one in line["more"]]} | head
+    if "ended" not in line:
+        return {}
+    more = {"ended": line["ended"], "sampled": line["sampled"], "more": [*map(sequence, line["more"])]}
+    return {name: value for name, value in sequence(line).items() if name != "tokens"} | more
 
 
 def _line(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,11 +211,10 @@ const STOPS = { tool_calls: "calls a tool", malformed: "its call cannot be read"
 // Of a response its tokens; of an episode those of the model under a head for each turn, and what the environment said.
 function drawTokens(sequence, before, sample, colouring, reading, text) {
   const { pieces, ...numbers } = sequence.tokens, units = pieces ?? [...(sequence.response ?? "(the text is gone)")];
-  const advantage = ([, , stop, , own]) => (stop === "length" ? 0 : own ?? sample.advantage ?? 0);
-  const token = (place, turn) => ({ advantage: advantage(turn), ...Object.fromEntries(["logprob_engine", "logprob_trainer", "entropy"].map((name) => [name, numbers[name]?.[place] ?? null])) });
+  const advantage = ([, , stop, , own]) => (stop === "length" ? 0 : own ?? sample.advantage);
+  const token = (place, turn) => ({ advantage: advantage(turn) ?? 0, ...Object.fromEntries(["logprob_engine", "logprob_trainer", "entropy"].map((name) => [name, numbers[name]?.[place] ?? null])) });
   const unfolded = (words, most) => folded(words, text && words.toLowerCase().includes(text.toLowerCase()) ? Infinity : most);
-  const anew = before > 0 && h("span", { class: "turn" }, "from here on with a beginning of its own, as earlier turns were rewritten");
-  const cells = [], body = [anew, sequence.opening && h("span", { class: "theirs" }, unfolded(sequence.opening, 240))];
+  const cells = [], body = [before > 0 && h("span", { class: "turn" }, "from here on with a beginning of its own, as earlier turns were rewritten"), sequence.opening && h("span", { class: "theirs" }, unfolded(sequence.opening, 240))];
   const cell = (from, to, turn) => {
     const words = units.slice(from, to).join(""), painted = turn && (pieces || colouring.both) ? colouring.class(token(from, turn)) : "";
     cells.push({ element: h("span", { class: turn ? `${pieces ? "tok" : ""} ${painted}` : "tok theirs" }, turn ? words : unfolded(words)), from, to, turn });
