@@ -59,21 +59,25 @@ test-faults: $(STAMP)  ## some sixty faults done to runs, and who survived; ARGS
 
 nightly: $(STAMP) trackers transformers4  ## tests too slow for CI
 	@$(PYTEST) -m "nightly and not gpu and not vllm" $(ARGS)
-	@$(if $(ARGS),,$(TEST_ENV) .venv-trackers/bin/python -m pytest -m nightly tests/data/test_procedural.py)
+	@$(if $(ARGS),,$(TEST_ENV) .venv-trackers/bin/python -m pytest -m nightly -k "not verifiers" \
+		tests/data/test_procedural.py tests/environments/test_other_libraries.py)
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-vllm NIGHTLY=nightly)
 
 package: $(STAMP)  ## build wheel and sdist, install the wheel in an empty environment, and use it there
 	@scripts/package $(ARGS)
 
-trackers: $(TRACKERS)  ## make .venv-trackers: packages of extras that are heavy, for make nightly
+trackers: $(TRACKERS)  ## make .venv-trackers and .venv-verifiers: packages that are heavy, for make nightly
 
-# What .venv has is seen from there, too; the trackers' own packages come first.
+# What .venv has is seen from .venv-trackers, too; its own packages come first. verifiers pins other ones: it is alone.
 $(TRACKERS): $(STAMP)
-	@echo "setup: installing wandb, mlflow, trackio and reasoning-gym into .venv-trackers"
+	@echo "setup: installing wandb, mlflow, trackio, reasoning-gym and openenv into .venv-trackers"
 	@$(PY) -m venv .venv-trackers
-	@.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check wandb mlflow trackio "reasoning-gym<1"
+	@.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check \
+		wandb mlflow trackio "reasoning-gym<1" "openenv<1"
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-trackers/bin/python -c \
 		'import sysconfig; print(sysconfig.get_path("purelib"))')/dapo-venv.pth"
+	@$(PY) -m venv .venv-verifiers
+	@.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check "verifiers>=0.4,<0.5" uv
 	@touch $@
 
 transformers4: $(TRANSFORMERS4)  ## make .venv-transformers4: Transformers 4, which reads what runs write, for make nightly

@@ -1,9 +1,12 @@
-"""An environment behind OpenEnv (0.3): what the model says is its action, what it observes is the reply.
+"""An environment behind OpenEnv: what the model says is its action, what it observes is the reply. Tried with 0.10.
 
-    pip install openenv-core
-    OPENENV_URL=http://127.0.0.1:8000 dapo train RECIPE environment.name=examples/openenv_server.py:OpenEnv
+    pip install openenv
+    OPENENV_URL=http://127.0.0.1:8000 dapo train RECIPE environment.name=examples/openenv_server.py:OpenEnv \
+        algorithm.filter_groups.metric=score
 
-The action is {OPENENV_ACTION: what the model says}, by default `message`. Rewards are by turn, see environment.credit.
+A row's `reset` is what the server's `reset` gets, such as {"seed": 3} or {"split": "train", "index": 12}: the episodes
+of a group are about the same task only if it names one. The action is {OPENENV_ACTION: what the model says}, by default
+`message`. Rewards are by turn, see environment.credit. The server needs `max_concurrent_envs` of environment.workers.
 """
 
 import json
@@ -15,9 +18,9 @@ from dapo.environments import Reply
 
 
 class OpenEnv:
-    def reset(self, **row):
+    def reset(self, reset=None, **row):
         self.client = GenericEnvClient(base_url=os.environ["OPENENV_URL"]).sync()
-        return "\n" + shown(self.client.reset().observation)
+        return "\n" + shown(self.client.reset(**(reset or {})).observation)
 
     def reply(self, text):
         result = self.client.step({os.environ.get("OPENENV_ACTION", "message"): text})
@@ -30,5 +33,5 @@ class OpenEnv:
 
 def shown(observation):
     """The observation as text."""
-    texts = [observation[key] for key in ("text", "message", "echoed_message") if observation.get(key)]
+    texts = [observation[key] for key in ("text", "message", "prompt", "output") if observation.get(key)]
     return str(texts[0]) if texts else json.dumps(observation)

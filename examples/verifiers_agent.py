@@ -1,38 +1,80 @@
-"""An environment of `verifiers` as an agent. It pins another `openai`, so it lives in an environment of its own:
+"""A taskset of `verifiers` as an agent. It pins another `openai`, so it has a Python of its own. Tried with 0.4.
 
-    python -m venv verifiers-env && verifiers-env/bin/pip install 'verifiers<0.2'  # and the environment
-    export VERIFIERS_PYTHON=verifiers-env/bin/python VERIFIERS_ENV=gsm8k
-    dapo train RECIPE environment.agent=examples/verifiers_agent.py:play
+    python -m venv verifiers-env && verifiers-env/bin/pip install 'verifiers>=0.4,<0.5' uv  # and the taskset's package
+    export VERIFIERS_PYTHON=verifiers-env/bin/python VERIFIERS_ENV='{"taskset": {"id": "gsm8k_v1"}}'
+    $VERIFIERS_PYTHON examples/verifiers_agent.py 1000 > tasks.jsonl
+    dapo train RECIPE data.train=tasks.jsonl environment.agent=examples/verifiers_agent.py:play
 
-For versions with `load_environment` and `Environment.rollout` (before 0.2; 0.4 has others). Not tried against one.
+VERIFIERS_ENV is the configuration of its `Env`. By default the harness is `null`, which talks and calls the taskset's
+tools, as a process of this machine; uv installs what it needs at the first episode. One process of verifiers plays all
+episodes of a worker, one after the other.
 """
 
+import asyncio
+import contextlib
+import itertools
 import json
 import os
 import subprocess
-
-INSIDE = """
-import asyncio, inspect, json, sys
-import verifiers
-from openai import AsyncOpenAI
-
-async def main(base_url, row):
-    environment = verifiers.load_environment(row["environment"])
-    client = AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
-    given = {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"] or "", "example_id": 0}
-    completion, state = await environment.rollout(client, "policy", **given)
-    found = environment.rubric.score_rollout(completion=completion, state=state, **given)
-    return await found if inspect.isawaitable(found) else found
-
-score = asyncio.run(main(sys.argv[1], json.loads(sys.stdin.read())))
-print(json.dumps(float(getattr(score, "reward", score))))
-"""
+import sys
+from functools import cache
+from pathlib import Path
 
 
 def play(base_url, row):
-    given = json.dumps({**row, "environment": os.environ["VERIFIERS_ENV"]}, default=str)
-    command = [os.environ["VERIFIERS_PYTHON"], "-c", INSIDE, base_url]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-500:])
-    return json.loads(done.stdout.splitlines()[-1])
+    """Called by the run."""
+    process = playing()
+    process.stdin.write(json.dumps({"base_url": base_url, "task": row["task"]}) + "\n")
+    process.stdin.flush()
+    if not (line := process.stdout.readline()):
+        playing.cache_clear()
+        raise RuntimeError(f"verifiers ended with {process.wait()}; its output is above")
+    answer = json.loads(line)
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return answer["reward"]
+
+
+@cache
+def playing():
+    python = Path(os.environ["VERIFIERS_PYTHON"]).absolute()
+    paths = {"PATH": f"{python.parent}:{os.environ['PATH']}"}  # uv is there
+    command = [python, __file__]
+    return subprocess.Popen(command, env=os.environ | paths, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def environment():
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    here = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
+    return load_environment(resolve_env_config(here | json.loads(os.environ["VERIFIERS_ENV"])))
+
+
+async def serve(tell):
+    """Play what is asked for, line by line, with the taskset's own rewards."""
+    import verifiers.v1 as vf
+
+    played = environment()
+    tasks = {}
+    async with played.serving():
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            asked = json.loads(line)
+            index = asked["task"]
+            if index not in tasks:
+                tasks |= {task.data.idx: task for task in itertools.islice(played.taskset, index + 1)}
+            client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var="NONE")
+            model = vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig())
+            episode = await played.run_episode(tasks[index], model)
+            errors = [error.message for one in (episode, *episode.traces) for error in one.errors]
+            reward = sum(trace.reward for trace in episode.traces)
+            tell({"reward": reward} if episode.ok else {"error": "; ".join(errors)})
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        for task in itertools.islice(environment().taskset, int(sys.argv[1])):
+            print(json.dumps({"prompt": str(task.data.prompt), "task": task.data.idx}))
+    else:
+        out = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):  # what others print is no answer
+            asyncio.run(serve(lambda answer: print(json.dumps(answer), file=out, flush=True)))

@@ -100,13 +100,22 @@ def test_a_good_recipe_has_every_check_pass(case: Path) -> None:
     assert sorted(str(path) for path in case.rglob("*")) == before, "it writes nothing"
 
 
-def test_rows_of_an_environment_that_scores_its_episodes_need_no_answers(case: Path) -> None:
-    (case / "game.py").write_text("class Game:\n    def reward(self):\n        return 1.0\n")
+def test_rows_of_an_environment_that_scores_its_episodes_need_no_answers_and_a_probe_plays_them(case: Path) -> None:
+    game = (
+        "class Game:\n    def reply(self, text):\n        return 'more'\n\n"
+        "    def reward(self, messages):\n        return {'value': 1.0, 'correct': len(messages) == 5}\n"
+    )
+    (case / "game.py").write_text(game)
     write_rows(case, [{"prompt": row["prompt"]} for row in rows(0, 6)])
     write_rows(case, [{"prompt": row["prompt"]} for row in rows(6, 8)], "heldout.jsonl")
-    findings = doctor("environment.name=game.py:Game", "algorithm.overlong_buffer=false")
+    given = ("environment.name=game.py:Game", "algorithm.overlong_buffer=false", "environment.max_turns=2")
+    findings = doctor(*given)
     assert not complaints(findings), complaints(findings)
     assert "reward" not in {one["name"] for one in findings}
+    (case / "bad.py").write_text("class Bad:\n    def tool(self, x):\n        return x\n")
+    assert "type hints" in complaints(doctor("environment.name=bad.py:Bad", code=2))["environment"]["found"]
+    probed = complaints(doctor(*given, "environment.max_turn_tokens=3", "--probe", "2"))
+    assert "of 2 prompts at G=4: 2 all right" in probed["probe"]["found"]  # each episode had two turns
 
 
 @pytest.mark.parametrize("what", MISTAKES)

@@ -15,6 +15,7 @@ import ray_cases
 import run_cases as cases
 from dapo.errors import ConfigError
 from dapo.observe.run_folder import RunFolder
+from dapo.observe.samples import read_samples, samples_path
 from dapo.training.parallel.front import RankError
 
 APART = {"runtime.kind": "ray", "runtime.placement": "disaggregated", "runtime.learner.workers": 2,
@@ -75,6 +76,28 @@ def test_a_run_is_that_of_one_process_though_engines_and_rewards_die(tiny: Path,
     assert re.search(r"reward 0 \(process \d+ on .*\) ended: .*and it is replaced", told)
     assert_same(cases.steps_of(folder), cases.steps_of(alone))
     assert ray_cases.workers() == []
+
+
+def test_episodes_are_played_beside_the_loop_over_engines_that_ray_has(tiny: Path, tmp_path: Path) -> None:
+    game = {
+        "environment.name": f"{Path(ray_cases.__file__).parent}/environments_for_tests.py:Chatter",
+        "environment.max_turn_tokens": 4,
+        "environment.workers": 2,
+        "data.max_prompt_length": 30,
+        "rollout.max_response_length": 40,
+        "training.tokens_per_micro_batch": 140,
+        "algorithm.overlong_buffer.enable": False,
+        "algorithm.filter_groups.enable": False,
+        "evaluation.every": 1,
+        "training.steps": 2,
+    }
+    heldout = [{"prompt": "1+2=", "answer": "3"}]
+    train(tmp_path / "alone", tiny, game, heldout=heldout)
+    apart = {"runtime.kind": "ray", "runtime.placement": "disaggregated", "runtime.engine.workers": 2}
+    train(tmp_path / "run", tiny, apart | game, heldout=heldout)
+    assert_same(cases.steps_of(tmp_path / "run"), cases.steps_of(tmp_path / "alone"))
+    lines = read_samples(samples_path(RunFolder(tmp_path / "run").samples, 2))
+    assert all(line["ended"] and line["turns"] for line in lines)
 
 
 def test_a_rank_that_is_killed_ends_the_run_which_goes_on_elsewhere(tiny: Path, tmp_path: Path) -> None:

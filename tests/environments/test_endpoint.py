@@ -19,7 +19,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 TOKENIZER = chat_tokenizer()
 
 
-def played(agent, answer, *, prompts=1, think_s=0.0, tokenizer=TOKENIZER, **changes):
+def played(agent, answer, *, prompts=1, think_s=0.0, tokenizer=TOKENIZER, limit_s=100, **changes):
     config = settings(environment__agent=f"{SUPPORT}/{agent}", **changes)
     template = PromptTemplate(config.data, tokenizer)
 
@@ -33,13 +33,14 @@ def played(agent, answer, *, prompts=1, think_s=0.0, tokenizer=TOKENIZER, **chan
                     await asyncio.sleep(think_s)
                     return await script(*given)
 
-                prompt = Prompt(number, f"Go {number}", tuple(template.encode("Go")), "7", {"number": number})
+                row = {"number": number, "task": number}
+                prompt = Prompt(number, f"Go {number}", tuple(template.encode("Go")), "7", row)
                 async with player.seat() as session:
                     return await player.play(session, prompt, ask), script, prompt
 
             return await asyncio.gather(*map(one, range(prompts)))
 
-    return asyncio.run(asyncio.wait_for(work(), 100))
+    return asyncio.run(asyncio.wait_for(work(), limit_s))
 
 
 def test_an_agent_with_tools_of_its_own_leaves_a_whole_trace():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dapo.config import load_config
 from dapo.data.template import PromptTemplate
+from dapo.environments.calls import tools_of
 from dapo.environments.player import player_for
 from dapo.records import Prompt
 from episodes import Script, call, chat_tokenizer, settings
@@ -50,6 +51,8 @@ def test_countdown():
     assert reward.correct and reward.value == 1.0
     reward, _ = played("countdown.py:Countdown", row, lambda context, turn: f"<answer>{row['target']}</answer>")
     assert not reward.correct  # the numbers were not used
+    assert [tool["function"]["name"] for tool in tools_of(example.Countdown, "")] == ["calculate"]
+    assert not tools_of(example.Alone, "")
 
 
 def test_guess_the_number_by_halving():

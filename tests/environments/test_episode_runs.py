@@ -69,8 +69,8 @@ def test_a_run_over_episodes_learns_from_what_the_model_said(tmp_path):
 
 
 def test_the_run_is_replayed_to_the_same(tmp_path):
-    from dapo.commands.replay.stored import differing_texts, read_step
-    from dapo.data.template import PromptTemplate
+    from dapo.commands.replay.replay import replay
+    from dapo.commands.replay.stored import read_step
 
     train(tmp_path / "run", {"training.steps": 1}, chat_tokenizer(shorten=True))
     stored = read_step(RunFolder(tmp_path / "run"), 1)
@@ -79,7 +79,9 @@ def test_the_run_is_replayed_to_the_same(tmp_path):
     for sample in samples:
         assert all((part.versions[~part.loss_mask] == NOBODY).any() or len(part.turns) for part in sample.parts)
         assert sample.length == sum(turn.end - turn.start for part in sample.parts for turn in part.turns)
-    assert PromptTemplate and differing_texts
+    again = replay(tmp_path / "run", 1)
+    assert not again.differences and again.updates and all(one["recomputed"] for one in again.updates)
+    assert [text.partition(":")[0] for text in again.missing] == ["rewards"]
 
 
 def test_conversations_that_cannot_be_appended_are_trained_on_as_they_were_sampled(tmp_path):

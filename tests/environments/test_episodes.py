@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from dapo.data.template import PromptTemplate
+from dapo.environments.calls import tools_of
 from dapo.environments.episode import Episode, Limits, Over
 from dapo.environments.player import check_environment, player_for
 from dapo.environments.trace import EPISODE_ENDS, TURN_ENDS
 from dapo.errors import ConfigError, RewardError
 from dapo.records import Prompt
+from environments_for_tests import Calculator
 from episodes import Script, call, chat_tokenizer, consistent, settings
 
 HERE = Path(__file__).parents[1] / "support" / "environments_for_tests.py"
@@ -56,6 +58,11 @@ def test_random_episodes_are_the_pieces_that_were_said(episodes):
         assert sample.ended in EPISODE_ENDS and all(turn.stop in TURN_ENDS for turn in sample.turns)
         text = sample.text
         assert [text[slice(*turn.chars)] for turn in sample.turns]
+
+
+def test_a_static_method_is_a_tool_with_all_its_arguments():
+    [double] = [tool["function"] for tool in tools_of(Calculator, "x") if tool["function"]["name"] == "double"]
+    assert [*double["parameters"]["properties"]] == ["a"]
 
 
 def test_tokens_of_the_whole_conversation_are_those_of_the_template():

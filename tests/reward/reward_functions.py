@@ -78,3 +78,7 @@ def by_name(response, answer, state):
 
 def needs_more(response, temperature):
     return 0.0
+
+
+def threads(prompt, response, answer, meta):
+    return float(os.environ[f"{response}_NUM_THREADS"])

@@ -135,6 +135,13 @@ def test_exceptions_are_failed_scores_with_their_place(tmp_path):
     assert raised.correct is None
 
 
+def test_a_worker_has_one_thread_unless_the_user_says_otherwise(monkeypatch):
+    """256 workers with a thread for each of 32 cores: the system refused the last ones, in the middle of a run."""
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert [reward.value for reward in score_all(function("threads"), ["OPENBLAS", "OMP"])] == [1.0, 3.0]
+
+
 def test_a_broken_contract_stops_the_run(tmp_path):
     with pytest.raises(RewardError, match=r"by_name: expected .* got NoneType None"):
         score_all(function("by_name", workers=1, state=str(tmp_path)), ["none"])

@@ -24,6 +24,15 @@ class Calculator:
         self.calls += 1
         return str(a + b)
 
+    @staticmethod
+    def double(a: int) -> str:
+        """Double a number.
+
+        Args:
+            a: It.
+        """
+        return str(2 * a)
+
     def paid(self, amount: float) -> str:
         """Pay for a turn.
 

@@ -6,16 +6,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from dapo.config import build_config, nested
+from dapo.data.template import PromptTemplate
+from dapo.environments.trace import Trace
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import write_samples
 from dapo.observe.spans import write_spans
 from dapo.records import Group, Prompt, Reward, Sample
+from episodes import END, call, chat_tokenizer, settings
 from run_cases import TOKENIZER
 
 SCRIPT = "<script>document.title='owned'</script><b>bold</b>"
@@ -41,6 +45,31 @@ def made_group(draw: int, verdicts: Sequence[Reward], texts: Sequence[str] | Non
         for index, reward in enumerate(verdicts)
     )
     return Group(draw, Prompt(draw, f"what is {draw}?", (5,), "3"), samples)
+
+
+def episode_group(draw: int, shorten: bool = False) -> Group:
+    """One episode of two turns, and one of four with a long reply, a turn that was cut and a call that cannot be read.
+    ``shorten``: the template rewrites earlier turns, so that each of them begins a sequence."""
+    template = PromptTemplate(settings().data, chat_tokenizer(shorten=shorten))
+    tools = [{"type": "function", "function": {"name": "calculate", "description": "Compute."}}]
+    prompt = Prompt(draw, "Make 14.", tuple(template.encode("Make 14.")), "14")
+    fails = [(call("calculate", expression="1/0"), "tool_calls"), ("z" * 1600, "length"), ("<tool_call>{", "malformed")]
+    works = [(call("calculate", expression="2 * 7"), "tool_calls"), ("It is <answer>14</answer>", "stop")]
+    samples = []
+    for index, turns in enumerate((works, [*fails, ("<answer>15</answer>", "stop")])):
+        trace, messages = Trace(template), [{"role": "user", "content": "Make 14. There is a calculator."}]
+        for said, stop in turns:
+            opening = trace.open(template.conversation(messages, tools))
+            ids = np.array(template.continuing_ids(said + END)[:1500], np.int32)
+            reason = "length" if stop == "length" else "stop"
+            sample = Sample(draw, 0, ids, np.full(len(ids), -0.2, np.float32), np.zeros(len(ids), np.int32), reason)
+            trace.add(opening, sample, stop)
+            trace.reward(0.25 if stop == "tool_calls" else 0.0)
+            reply = "Error: division by zero " * 60 if index else "14"
+            messages += [{"role": "assistant", "content": trace.said(sample)}, {"role": "tool", "content": reply}]
+        verdict = {"reward": WRONG if index else RIGHT, "advantage": -1.0 if index else 1.0, "in_loss": True}
+        samples.append(replace(trace.sample(draw, index, "done", prompt.token_ids), **verdict))
+    return Group(draw, prompt, tuple(samples))
 
 
 def step_metrics(step: int) -> dict[str, float]:

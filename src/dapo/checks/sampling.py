@@ -13,18 +13,18 @@ import torch
 from dapo.algorithm.admission import GroupVerdict, judge
 from dapo.checks.answers import spread
 from dapo.checks.context import CheckContext, Finding, NotAtHand
-from dapo.checks.rewards import impatient, scores
-from dapo.config import Config
+from dapo.checks.rewards import impatient
+from dapo.config import Config, EvaluationConfig
+from dapo.environments.player import player_for
+from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.statistics import estimate_share
 from dapo.model.loading import copy_model, stop_token_ids
 from dapo.model.placement import cache_bytes, engine_device, set_threads
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running
-from dapo.reward.contract import in_place_of_failed
-from dapo.rollout.engine import Request, Sampling
+from dapo.reward.contract import NoScorer, Scorer, in_place_of_failed
 from dapo.rollout.native.engine import NativeEngine
-from dapo.rollout.seeds import sample_seed
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import pack
 from dapo.training.policy import Policy
@@ -32,7 +32,6 @@ from dapo.training.policy import Policy
 AGREE_WITHIN = {"float32": 0.02, "bfloat16": 0.1}
 """Mean |log pi_engine - log pi_trainer| over the tokens, in nats, by ``model.compute_dtype``."""
 _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 16
-_DRAW = -2  # numbered apart from the draws of training and evaluation
 PROBE_SECONDS = 600.0
 
 
@@ -43,7 +42,7 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
     set_threads(config, model)  # of the thread that works here
     prompts = spread(source.prompts, _PROMPTS)
     tokens = min(_TOKENS, config.rollout.max_response_length)
-    groups = asyncio.run(_sample(context, prompts, _SAMPLES, tokens))
+    groups = asyncio.run(_sample(context, prompts, NoScorer(), _SAMPLES, tokens))
     told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]
     batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)])
     dtype = getattr(torch, config.model.compute_dtype)
@@ -59,35 +58,39 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
         yield Finding("model", "agreement", "pass", text)
 
 
-async def _sample(context: CheckContext, prompts: Sequence[Prompt], samples: int, tokens: int) -> list[Group]:
-    """Groups in the order of ``prompts``, their samples without text or reward."""
+async def _sample(
+    context: CheckContext, prompts: Sequence[Prompt], scorer: Scorer, samples: int, tokens: int, play: bool = False
+) -> Sequence[Group]:
+    """Groups in the order of ``prompts``, sampled as in training. ``play``: where the recipe has episodes, they are."""
     config, model, template = context.config, context.model, context.need(context.template, "template")
     stop_ids = stop_token_ids(model, context.tokenizer, config.rollout.stop_token_ids)
     template.ends_with(stop_ids)
-    sampling = Sampling(config.rollout.temperature, tokens, stop=tuple(config.rollout.stop))
-    seeds = [tuple(sample_seed(config.seed, p.row, _DRAW, i) for i in range(samples)) for p in prompts]
-    requests = [Request(place, p.token_ids, seeds[place], sampling) for place, p in enumerate(prompts)]
+    how = EvaluationConfig(
+        samples_per_prompt=samples, max_response_length=tokens, temperature=config.rollout.temperature
+    )
+    reward = config.reward.model_copy(update={"max_error_rate": 1.0})  # what fails is counted
+    asked = config.model_copy(update={"evaluation": how, "reward": reward})
+    player = player_for(asked, template, evaluation=True) if play else None
     engine = NativeEngine(
         copy_model(model, getattr(torch, config.model.compute_dtype), engine_device(config)),
         stop_ids,
-        max_sequence_tokens=max(len(p.token_ids) for p in prompts) + tokens,
+        max_sequence_tokens=max(config.data.max_prompt_length, *(len(p.token_ids) for p in prompts)) + tokens,
         max_concurrent_samples=min(config.rollout.max_concurrent_samples, len(prompts) * samples),
         cache_bytes=cache_bytes(config),
         threads=torch.get_num_threads(),
         decode=template.decode,
     )
     try:
-        found = {(sample.request_id, sample.index): sample async for sample in engine.generate(requests)}
+        return (await evaluate(prompts, engine, scorer, template.decode, asked, player=player)).groups
     finally:
         await engine.close()
-    return [Group(k, p, tuple(found[k, i] for i in range(samples))) for k, p in enumerate(prompts)]
 
 
 def check_probe(context: CheckContext) -> Iterator[Finding]:
     if not context.probe:
         return
     model, source = context.need(context.model, "model"), context.need(context.source, "tokenized data")
-    context.need(context.reward_works or None, "reward")
+    context.need(context.reward_works or context.own_reward or None, "reward")
     config = context.config
     set_threads(config, model)
     prompts = [source.next() for _ in range(context.probe)]
@@ -108,16 +111,14 @@ def _is_open(groups: Sequence[Group]) -> bool:
 
 
 async def _scored(context: CheckContext, prompts: Sequence[Prompt]) -> list[Group]:
-    config, template = context.config, context.need(context.template, "template")
-    groups = await _sample(context, prompts, config.rollout.samples_per_prompt, config.rollout.max_response_length)
-    samples = [(g.prompt, s) for g in groups for s in g.samples]
-    texts = [(prompt, template.decode(s.token_ids.tolist())) for prompt, s in samples]
+    config, rollout = context.config, context.config.rollout
+    size = rollout.samples_per_prompt, rollout.max_response_length
     async with running(make_scorer(impatient(config.reward))) as scorer:
-        rewards = iter(await scores(scorer, texts, [s.finish_reason for _, s in samples]))
+        groups = await _sample(context, prompts, scorer, *size, play=True)
     metric = config.algorithm.filter_groups.metric
 
     def judged_sample(sample: Sample) -> Sample:
-        return replace(sample, reward=in_place_of_failed(next(rewards), config.reward, metric))
+        return replace(sample, reward=in_place_of_failed(sample.verdict, config.reward, metric))
 
     return [replace(g, samples=tuple(map(judged_sample, g.samples))) for g in groups]
 

@@ -14,6 +14,7 @@ from dapo.config import CodeReward, Config, ExactReward, warnings_for
 from dapo.config.composed_reward import plain_rewards
 from dapo.config.plan import missing_files, plan_line, plan_of
 from dapo.config.user_parts import own_part
+from dapo.environments.player import check_environment
 from dapo.errors import UserError
 from dapo.model.placement import device_of, engine_device, take_turns
 from dapo.observe.trackers import check_trackers
@@ -33,7 +34,11 @@ def check_settings(context: CheckContext) -> Iterator[Finding]:
     found = [(text, "") for text in warnings_for(config)] + list(_doubtful(config))
     for text, fix in found:
         yield Finding("recipe", "settings", "warn", text, fix)
-    for name, check in (("trackers", check_trackers), ("own-parts", check_own_parts)):
+    for name, check in (
+        ("trackers", check_trackers),
+        ("own-parts", check_own_parts),
+        ("environment", check_environment),
+    ):
         try:
             check(config)
         except UserError as error:

@@ -38,22 +38,16 @@ def tools_of(kind: type, what: str) -> list[Schema]:
 
     found: list[Schema] = []
     for name in dir(kind):
-        method = getattr(kind, name)
-        if name.startswith("_") or name in RESERVED or not callable(method):
+        if name.startswith("_") or name in RESERVED or not callable(getattr(kind, name)):
             continue
         try:
-            found.append(dict(get_json_schema(_bound(method))))
+            found.append(dict(get_json_schema(getattr(object.__new__(kind), name))))
         except Exception as error:  # Transformers has kinds of its own
             raise ConfigError(
                 f"{what}: the tool {name} needs type hints, a docstring and in it a section `Args:` with a line "
                 f"`argument: what it is` for each: {error}"
             ) from None
     return found
-
-
-def _bound(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Without ``self`` in its signature."""
-    return method.__get__(object()) if hasattr(method, "__get__") else method
 
 
 # --- as the template has them ----------------------------------------------------------------------------------------

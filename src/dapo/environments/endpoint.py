@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,7 +24,7 @@ from dapo.environments.episode import Answer, Episode, Over
 from dapo.errors import DataError
 from dapo.util.files import parse_json
 from dapo.util.gate import unless_gone
-from dapo.util.serving import LOCAL, listening_socket
+from dapo.util.serving import LOCAL, OwnSignals, listening_socket
 
 _LARGEST = 2**26
 _TAKEN = {
@@ -45,13 +44,6 @@ class _Refused(Exception):
     pass
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """They are the run's."""
-        yield
-
-
 class Endpoint:
     """Serves while its context is entered."""
 
@@ -61,8 +53,7 @@ class Endpoint:
         self._raw: dict[str, tuple[Episode, str]] = {}
         """Answers with calls, by the id of the first: whose they are, and the text that the model wrote."""
         route = Route("/{key}/v1/chat/completions", self._answer, methods=["POST"])
-        quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-        self._server = _Server(uvicorn.Config(Starlette(routes=[route]), ws="none", lifespan="off", **quiet))
+        self._server = OwnSignals(Starlette(routes=[route]), lifespan="off")
 
     async def __aenter__(self) -> Endpoint:
         listening = listening_socket(LOCAL, [0])

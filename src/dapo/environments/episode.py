@@ -109,8 +109,8 @@ class Episode:
                 messages, tools = told_otherwise(messages, tools), ()
             text = self._template.conversation(messages, tools)
             opening = self.trace.open(text.encode(errors="replace").decode())  # lone surrogates, from JSON, are "?"
-            left = self._limits.response - self.trace.tokens - len(opening.tail)
-            room = min(self._limits.context - len(opening.context), left)
+            used = sum(len(one.ids) for one in self.trace.sequences) + len(opening.tail)
+            room = min(self._limits.context - len(opening.context), self._limits.response - used)
             if room < 1:
                 raise Over(self.end("max_tokens"))
             sample = await self._sampled(opening, min(room, *filter(None, (self._config.max_turn_tokens, most, room))))
@@ -128,7 +128,11 @@ class Episode:
         return {**message, "content": self._template.without_special(content)}
 
     async def _sampled(self, opening: Opening, most: int) -> Sample:
-        left = self._pause()
+        clock, now = self._clock, asyncio.get_running_loop().time
+        when = clock.when() if clock is not None and not clock.expired() else None
+        if clock is not None and when is not None:
+            clock.reschedule(None)
+            when -= now()
         self._asking = asyncio.ensure_future(self._ask(opening.context, self._turns, most))
         try:
             sample = await self._asking
@@ -141,7 +145,8 @@ class Episode:
             self.end("died")
             raise
         finally:
-            self._go_on(left)
+            if clock is not None and when is not None and not self.ended:
+                clock.reschedule(now() + when)
         self._turns += 1
         return sample
 
@@ -155,14 +160,3 @@ class Episode:
             except Malformed as error:
                 stop, fault = "malformed", str(error)
         return Answer(raw, text, said, calls, stop, len(opening.context), sample.length, fault)
-
-    def _pause(self) -> float | None:
-        when = self._clock.when() if self._clock is not None else None
-        if self._clock is None or when is None or self._clock.expired():
-            return None
-        self._clock.reschedule(None)
-        return when - asyncio.get_running_loop().time()
-
-    def _go_on(self, left: float | None) -> None:
-        if self._clock is not None and left is not None and not self.ended:
-            self._clock.reschedule(asyncio.get_running_loop().time() + left)

@@ -17,6 +17,7 @@ from dapo.config import Config
 from dapo.data.template import PromptTemplate
 from dapo.environments.calls import tools_of
 from dapo.environments.episode import Ask, Episode, Limits, Over
+from dapo.environments.python import PythonTool, sandbox
 from dapo.environments.worker import environment_class
 from dapo.errors import ConfigError, extra
 from dapo.records import Prompt, Reward, Sample
@@ -40,7 +41,7 @@ class Played:
         """The verdict: what the environment says, or ``scorer`` of the last answer, and the rewards of turns."""
         last = self.episode.last
         reward = self.reward or await scorer.score(prompt, last.said if last else "", sample.finish_reason)
-        given = self.episode.trace.rewards
+        given = sum(turn.reward for part in sample.parts for turn in part.turns)
         return replace(reward, value=reward.value + given) if given and reward.error is None else reward
 
 
@@ -154,14 +155,18 @@ async def _asked(session: Session, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_environment(config: Config) -> list[Any]:
-    """The tools that the recipe's environment has. Raises ConfigError: it cannot be used; says why."""
+    """The tools that the recipe's environment has. Raises UserError: it cannot be used; says why."""
     settings = config.environment
+    if not settings.on:
+        return []
     if settings.agent:
         load_named(settings.agent, "environment.agent")
         return []
     kind = environment_class(str(settings.name))
     if not isinstance(kind, type):
         raise ConfigError(f"environment.name: {settings.name} is a {type(kind).__name__}; it must be a class")
+    if kind is PythonTool:
+        sandbox()
     return tools_of(kind, "environment.name")
 
 

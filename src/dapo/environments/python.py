@@ -25,17 +25,16 @@ class PythonTool:
         return run_python(code)
 
 
-def run_python(code: str, timeout_s: float = 10.0, stdin: str = "") -> str:
+def run_python(code: str, timeout_s: float = 10.0) -> str:
     """What a program prints, its last error too, in a sandbox without network or files of this machine. It is ended
     with all that it started after ``timeout_s`` seconds, or when whoever asked is gone.
     Raises RewardError: there is no sandbox on this machine."""
     source = code if "from __future__" in code else f"import sys; sys.stderr = sys.stdout\n{code}"
     output, why = bytearray(), ""
     try:
-        with _sandbox().start(source.encode("utf-8", "replace"), script=True) as program:
+        with sandbox().start(source.encode("utf-8", "replace"), script=True) as program:
             sink, pipe = program.process.stdin, program.process.stdout
             assert sink is not None and pipe is not None
-            sink.write(stdin.encode("utf-8", "replace")[: _MIB // 32])
             sink.close()
             try:
                 for _ in Clock(program, (MEMORY, PROCESSES)).ticks(timeout_s, [pipe.fileno()]):
@@ -55,7 +54,7 @@ def run_python(code: str, timeout_s: float = 10.0, stdin: str = "") -> str:
 
 
 @cache
-def _sandbox() -> Sandbox:
-    sandbox = Sandbox(SandboxLimits(MEMORY, PROCESSES, SCRATCH))
-    sandbox.check()
-    return sandbox
+def sandbox() -> Sandbox:
+    found = Sandbox(SandboxLimits(MEMORY, PROCESSES, SCRATCH))
+    found.check()
+    return found

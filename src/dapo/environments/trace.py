@@ -25,7 +25,7 @@ TURN_ENDS: Mapping[str, str] = {
 EPISODE_ENDS: Mapping[str, str] = {
     "done": "came to its end",
     "max_turns": "had all turns that it may have",
-    "max_tokens": "had all tokens that it may have",
+    "max_tokens": "had all tokens that it, or its last turn, may have",
     "timeout": "took too long",
     "died": "its environment or agent failed",
 }
@@ -43,10 +43,6 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
 
-    @property
-    def context(self) -> list[int]:
-        return [*self.prompt_ids, *self.ids]
-
 
 @dataclass(frozen=True, slots=True)
 class Opening:
@@ -58,7 +54,7 @@ class Opening:
 
     @property
     def context(self) -> tuple[int, ...]:
-        return (*self.sequence.context, *self.tail)
+        return (*self.sequence.prompt_ids, *self.sequence.ids, *self.tail)
 
 
 class Trace:
@@ -105,16 +101,6 @@ class Trace:
         if self._last is not None:
             last = self._last.turns.pop()
             self._last.turns.append(replace(last, reward=last.reward + value))
-
-    @property
-    def tokens(self) -> int:
-        """Of all sequences, behind their prompts."""
-        return sum(len(one.ids) for one in self.sequences)
-
-    @property
-    def rewards(self) -> float:
-        """Of all turns."""
-        return sum(turn.reward for one in self.sequences for turn in one.turns)
 
     def sample(self, request_id: int, index: int, ended: str, prompt_ids: tuple[int, ...]) -> Sample:
         """``prompt_ids``: of the group, which need not be kept with each of its samples."""

@@ -14,17 +14,15 @@ from typing import Any
 
 from dapo.environments import Reply
 from dapo.environments.calls import RESERVED
+from dapo.environments.python import PythonTool
 from dapo.errors import RewardError, UserError
 from dapo.reward.convert import LARGEST, reward_to_json, to_reward
 from dapo.util.user_code import describe, load_named
 
-BUILT_IN = {"python": "dapo.environments.python:PythonTool"}
-"""Environments by the names of :data:`dapo.config.environment.BUILT_IN`."""
-
 
 def environment_class(name: str) -> Any:
     """Raises ConfigError: it cannot be loaded."""
-    return load_named(BUILT_IN.get(name, name), "environment.name")
+    return PythonTool if name == "python" else load_named(name, "environment.name")
 
 
 def make_handler(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -15,17 +15,10 @@ from dapo.inference.generate import prompts_for
 from dapo.inference.model import load_engine, load_prompting
 from dapo.observe.progress import Listener
 from dapo.observe.samples import lines_of_group
-from dapo.records import FinishReason, Group, Prompt, Reward, Sample
-from dapo.reward.contract import Scorer
+from dapo.records import Group, Reward, Sample
+from dapo.reward.contract import NoScorer
 from dapo.util.asynchronous import run_async
 from dapo.util.terminal import counted
-
-
-class _NoScorer(Scorer):
-    """Where the environment leaves the verdict to a recipe's reward, there is none."""
-
-    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        return Reward(None, 0.0, error="the environment has no reward")
 
 
 def generate_episodes(
@@ -52,7 +45,7 @@ def generate_episodes(
 
     async def play() -> None:
         try:
-            await play_episodes(player, everything, engine, _NoScorer(), prompting.config, keep)
+            await play_episodes(player, everything, engine, NoScorer(), prompting.config, keep)
         finally:
             await engine.close()
 

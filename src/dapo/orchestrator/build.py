@@ -67,8 +67,7 @@ class Setup:
             with extra("ray", "runtime.kind=ray"):
                 import ray  # noqa: F401
         check_own_parts(config, overrides.objective, overrides.engine)
-        if config.environment.on:
-            check_environment(config)
+        check_environment(config)
         for warning in warnings_for(config, overrides.heldout):
             listener.warning(warning)
         device = device_of(config)
@@ -84,7 +83,8 @@ class Setup:
         config = on_day(config, template.today)
         source = training_prompts(config, overrides, template, listener)
         heldout = heldout_prompts(config, overrides, template, listener)
-        listener.phase(f"a prompt as the model sees it: {template.show(source.prompts[0])}")
+        seen = "a row's prompt" if config.environment.on else "a prompt as the model sees it"
+        listener.phase(f"{seen}: {template.show(source.prompts[0])}")
         check_lengths(config, described.config, heldout)
         check_vocabulary(described, tokenizer, config, listener, rows)
         if (own := own_advantage(config, overrides.advantage)) is not None:  # tried before the weights load

@@ -11,11 +11,11 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dapo.config import Config
-from dapo.environments.episode import Ask
-from dapo.environments.player import Played, Player
+from dapo.environments.player import Player
 from dapo.orchestrator.group_sampler import GroupSampler
 from dapo.orchestrator.in_flight import InFlight
 from dapo.orchestrator.pending_group import PendingGroup
@@ -52,39 +52,28 @@ class EpisodeSampler(GroupSampler):
     async def _episode(self, draw: PendingGroup, index: int) -> None:
         async with self._player.seat() as session, self.in_flight.playing():
             while True:
-                version = self._engine.version
+                lengths = list[int]()
                 try:
-                    played = await self._player.play(session, draw.prompt, self._asking(draw, index, version))
-                except _BeginAnew as begun:
+                    ask = partial(self._ask, draw, index, self._engine.version, lengths)
+                    played = await self._player.play(session, draw.prompt, ask)
+                except _BeginAnew:
                     draw.restarted += 1
-                    draw.dropped_tokens += begun.tokens
+                    draw.dropped_tokens += sum(lengths)
                 else:
                     break
-        sample = played.sample(draw.number, index, draw.prompt)
-        draw.received[index] = sample
-        await self._verdict(draw, sample, played)
+        sample = draw.received[index] = played.sample(draw.number, index, draw.prompt)
+        await self._judge(draw, sample, played.scored(sample, draw.prompt, self._scorer))
 
-    async def _verdict(self, draw: PendingGroup, sample: Sample, played: Played) -> None:
-        with self.in_flight.spans("scoring"):
-            reward = await played.scored(sample, draw.prompt, self._scorer)
-        draw.scored[sample.index] = replace(sample, reward=self.ledger.scores.take(reward))
-        self._finish_if_whole(draw)
-
-    def _asking(self, draw: PendingGroup, index: int, version: int) -> Ask:
-        dropped = 0
-
-        async def ask(context: tuple[int, ...], turn: int, most: int) -> Sample:
-            nonlocal dropped
-            seed = turn_seed(self._config.seed, draw.prompt.row, draw.number, index, turn)
-            one = PendingGroup(next(self._requests), replace(draw.prompt, token_ids=context), turn=(seed, most))
-            await self._read([one])
-            sample = one.received[0]
-            dropped += sample.length
-            if self.in_flight.policy == "restart" and self._engine.version != version:
-                raise _BeginAnew(dropped)
-            return sample
-
-        return ask
+    async def _ask(
+        self, draw: PendingGroup, index: int, version: int, lengths: list[int], context: Any, turn: int, most: int
+    ) -> Sample:
+        seed = turn_seed(self._config.seed, draw.prompt.row, draw.number, index, turn)
+        one = PendingGroup(next(self._requests), replace(draw.prompt, token_ids=context), turn=(seed, most))
+        await self._read([one])
+        lengths.append(one.received[0].length)
+        if self.in_flight.policy == "restart" and self._engine.version != version:
+            raise _BeginAnew
+        return one.received[0]
 
 
 @asynccontextmanager
@@ -107,8 +96,4 @@ async def sampling(
 
 
 class _BeginAnew(Exception):
-    """There are new weights, and ``rollout.in_flight`` is ``restart``. ``tokens``: that were sampled in vain."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens = tokens
+    """There are new weights, and ``rollout.in_flight`` is ``restart``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from dapo.config import Config
 from dapo.orchestrator.dynamic_sampling import DynamicSampling
 from dapo.orchestrator.in_flight import InFlight
 from dapo.orchestrator.pending_group import PendingGroup
-from dapo.records import Sample
+from dapo.records import Reward, Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, EngineError, Request, SampleError, Sampling
 from dapo.rollout.seeds import sample_seed
@@ -156,9 +156,12 @@ class GroupSampler:
 
     async def _score(self, draw: PendingGroup, sample: Sample) -> None:
         text = self._decode(sample.token_ids.tolist())
+        await self._judge(draw, replace(sample, text=text), self._scorer.score(draw.prompt, text, sample.finish_reason))
+
+    async def _judge(self, draw: PendingGroup, sample: Sample, verdict: Awaitable[Reward]) -> None:
         with self.in_flight.spans("scoring"):
-            reward = await self._scorer.score(draw.prompt, text, sample.finish_reason)
-        draw.scored[sample.index] = replace(sample, text=text, reward=self.ledger.scores.take(reward))
+            reward = await verdict
+        draw.scored[sample.index] = replace(sample, reward=self.ledger.scores.take(reward))
         self._finish_if_whole(draw)
 
     def _finish_if_whole(self, draw: PendingGroup) -> None:

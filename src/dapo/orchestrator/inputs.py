@@ -218,11 +218,11 @@ def training_prompts(
         (report.duplicates, "rows repeat the prompt of an earlier row"),
         (report.conflicts, "rows repeat the prompt of an earlier row with another answer"),
     ):
-        if count:
+        if count and not (config.environment.on and "repeat" in what):  # those are told apart by other keys, too
             listener.warning(f"data.train: {count} of {looked_at} {what}")
     for what, places in report.doubts.items():
         listener.warning(f"data.train: {len(places)} of {looked_at} rows {what}, such as {places[0]}")
-    if all(prompt.answer is None for prompt in source.untokenized()):
+    if not config.environment.on and all(prompt.answer is None for prompt in source.untokenized()):
         listener.warning(
             f"data.train: no row has an answer under {data.answer_key!r} (data.answer_key); a reward function is given "
             "answer=None"

@@ -54,6 +54,11 @@ class Scorer:
         """Stop all workers, within a bounded time."""
 
 
+class NoScorer(Scorer):
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
+        return Reward(None, 0.0, error="there is no reward")
+
+
 def in_place_of_failed(reward: Reward, config: RewardConfig, metric: str) -> Reward:
     """``reward``, or its substitute if it failed and ``reward.on_error`` is value. ``metric``:
     ``algorithm.filter_groups.metric``; under ``acc`` the substitute is wrong."""

@@ -217,10 +217,10 @@ class Progress:
     answering: int = 0
 
 
-class _OwnSignals(Server):
+class OwnSignals(Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are handled below; uvicorn's way would end the process with the signal's exit code."""
+        """Signals are the caller's; uvicorn's way would end the process with the signal's exit code."""
         yield
 
 
@@ -258,7 +258,7 @@ async def run_service(
         raise
     where, signalled = url(*listening.getsockname()[:2]), _on_signals()
     # connections are kept longer than clients keep an idle one, so that none is closed in the moment it is used
-    server = _OwnSignals(app, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=1)
+    server = OwnSignals(app, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=1)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         say(f"listening on {where}, {starting}")

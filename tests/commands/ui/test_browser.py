@@ -23,7 +23,8 @@ from dapo.observe.samples import write_samples
 from dapo.observe.spans import write_spans
 from dapo.util.files import lock_file
 from dapo.util.spans import Span
-from page_run import RIGHT, SCRIPT, made_group, page_run, served, step_metrics
+from episodes import chat_tokenizer
+from page_run import RIGHT, SCRIPT, episode_group, made_group, page_run, served, step_metrics
 from run_cases import Recorder, run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
@@ -148,6 +149,36 @@ def test_of_a_large_group_each_sample_is_opened_by_itself(
         assert page.locator('[data-sample="0"] .tok').count() == 0
         page.get_by_role("radio", name="probability").click()
         sync_api.expect(page.locator('[data-sample="1"] .tok').first).to_have_class(re.compile("n1"))
+
+
+def test_an_episode_shows_whose_words_are_whose_and_what_each_turn_earned(page: Any, tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r")
+    chat_tokenizer().save_pretrained(folder.model_before)
+    write_samples(folder.samples, 2, [(episode_group(20), "kept"), (episode_group(21, shorten=True), "kept")])
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#groups?run=r&step=2&at=2&draw=20")
+        ready(page, "groups")
+        works, fails = (page.locator(f'[data-sample="{index}"]') for index in (0, 1))
+        heads = ["calls a tool · reward 0.250", "cut, not in the loss", "its call cannot be read"]
+        told = [f"turn {number} · {head}" for number, head in enumerate(heads, 1)]
+        sync_api.expect(fails.locator(".turn")).to_have_text([*told, "turn 4"])
+        sync_api.expect(works.locator(".theirs").first).to_contain_text("There is a calculator.")
+        sync_api.expect(works.locator("header")).to_contain_text("2 turns, ended")
+        assert re.search("p4", works.locator(".tok:not(.theirs)").first.get_attribute("class"))
+        cut = fails.locator(".tok").filter(has_text=re.compile("^z$")).first
+        assert not re.search("n[1-8]", cut.get_attribute("class"))  # nothing is learned from it
+        reply = fails.locator(".tok.theirs").first
+        reply.get_by_role("button").click()  # it was folded
+        sync_api.expect(reply).to_contain_text("Error: division by zero " * 60)
+        works.locator(".tokens").focus()
+        page.keyboard.press("ArrowRight")
+        sync_api.expect(page.locator(".reading")).to_contain_text("probability")
+        reply.dispatch_event("pointerover")
+        sync_api.expect(page.locator(".reading")).to_contain_text("of the environment")
+        page.screenshot(path=f"{SHOTS}/episodes.png" if SHOTS else None)
+        page.locator('.list [role="option"]').nth(1).click()
+        sync_api.expect(fails.locator(".tokens")).to_have_count(4)  # one for each sequence
+        sync_api.expect(fails.locator(".turn").last).to_have_text("turn 4")
 
 
 def test_a_second_run_keeps_how_curves_are_drawn_and_views_of_one_say_whose_they_are(page: Any, tmp_path: Path) -> None:

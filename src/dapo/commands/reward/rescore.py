@@ -114,6 +114,8 @@ async def rescore(
     """Score the samples of some steps again. ``hear``: called for each step; ``advance``: for each sample, with its
     step. Raises UserError: a line is damaged, a row is not there, or the reward breaks its contract; names the
     place."""
+    if config.environment.on:
+        raise UserError("the reward of an episode is its environment's, or for its last answer; neither is made again")
     async with running(make_scorer(reward)) as scorer:
         for step in steps:
             hear(await _rescore_step(folder, step, scorer, config, rows, partial(advance, step)))

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from dapo.commands.ui import curves, queries
 from dapo.commands.ui.queries import Whole
 from dapo.commands.ui.runs import NotHere, Points, Run, RunAsked
-from dapo.commands.ui.texts import search, sendable, summary_of, tokens_of
+from dapo.commands.ui.texts import pieces, search, sendable, summary_of, tokenizer_of, tokens_of
 from dapo.errors import UserError
 from dapo.observe.run_view import OUTCOMES, RunView
 from dapo.observe.sample_rows import read_line
@@ -62,7 +62,8 @@ def group(run: RunAsked, step: Whole, draw: Whole) -> dict[str, Any]:
     """
     found = _group_of(run, step, draw)
     lines = [_line(run, row) for row in found]
-    whole = sum(row["length"] or 0 for row in found) <= MOST_TOKENS
+    further = sum(len(part["token_ids"]) for line in lines for part in line.get("more", ()))
+    whole = further + sum(row["length"] or 0 for row in found) <= MOST_TOKENS
     tokens = tokens_of(run.folder, step, [row["position"] for row in found]) if whole else [{} for _ in found]
     status = found[0]["status"]
     return {
@@ -75,7 +76,7 @@ def group(run: RunAsked, step: Whole, draw: Whole) -> dict[str, Any]:
         "row": found[0]["row"],
         "why": STATUSES.get(status, status),
         "samples": [
-            row | {"response": _beginning(line.get("response"), whole), "tokens": arrays} | _episode(line)
+            row | {"response": _beginning(line.get("response"), whole), "tokens": arrays} | _episode(run, line, whole)
             for row, line, arrays in zip(found, lines, tokens, strict=True)
         ],
     }
@@ -87,7 +88,8 @@ def sample(run: RunAsked, step: Whole, draw: Whole, sample: Whole) -> dict[str, 
     if row is None:
         raise NotHere(f"draw {draw} of step {step} of {run.name} has no sample {sample}")
     tokens = tokens_of(run.folder, step, [row["position"]], MOST_TOKENS)[0]
-    return {"response": _line(run, row).get("response"), "tokens": tokens}
+    line = _line(run, row)
+    return {"response": line.get("response"), "tokens": tokens} | _episode(run, line, True)
 
 
 @router.get("/sampling")
@@ -141,9 +143,21 @@ def _beginning(text: str | None, whole: bool) -> str | None:
     return text if whole or text is None or len(text) <= BEGINNING else text[:BEGINNING] + " …"
 
 
-def _episode(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What an episode has beside: its turns, and why it ended."""
-    return {name: line[name] for name in ("turns", "ended", "sampled") if name in line}
+def _episode(run: Run, line: Mapping[str, Any], whole: bool) -> dict[str, Any]:
+    """What an episode has beside: its turns, why it ended, what it began with where that is not the prompt, and its
+    further sequences. ``whole``: with their tokens."""
+    tokenizer = tokenizer_of(run.folder) if whole else None
+
+    def sequence(part: Mapping[str, Any]) -> dict[str, Any]:
+        ids = (part.get(name, ())[:MOST_TOKENS] for name in ("prompt_ids", "token_ids"))
+        begun, said = (pieces(tokenizer, some) if tokenizer is not None else [] for some in ids)
+        tokens = {"pieces": said, "logprob_engine": part.get("logprobs")}
+        return {"turns": part["turns"], "opening": "".join(begun), "tokens": tokens}
+
+    if "ended" not in line:
+        return {}
+    more = {"ended": line["ended"], "sampled": line["sampled"], "more": [*map(sequence, line["more"])]}
+    return {name: value for name, value in sequence(line).items() if name != "tokens"} | more
 
 
 def _line(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ function drawGroup(group, colouring, choose, more, text) {
     const one = COLOURINGS[id];
     const swatches = one.both ? ["n8", "n5", "n2", "p2", "p5", "p8"] : (one.class({ logprob_engine: -5, logprob_trainer: 0, entropy: 3 }) || "n")[0] === "p" ? ["p1", "p3", "p5", "p8"] : ["n1", "n3", "n5", "n8"];
     fill(scale, one.scale && [one.scale[0], h("span", {}, swatches.map((name) => h("i", { class: name }))), one.scale.at(-1)]);
-    fill(cards, group.samples.map((sample) => drawSample(sample, one, reading, opener(sample))));
+    fill(cards, group.samples.map((sample) => drawSample(sample, one, reading, opener(sample), text)));
   };
   paint(colouring);
   const samples = group.samples, right = samples.filter((sample) => sample.correct).length, scored = samples.filter((sample) => sample.correct !== null).length;
@@ -179,7 +179,10 @@ function drawGroup(group, colouring, choose, more, text) {
     cards, reading);
 }
 
-function drawSample(sample, colouring, reading, opener) {
+const ENDS = { done: "ended", max_turns: "had all its turns", max_tokens: "had all tokens that it, or its last turn, may have", timeout: "took too long", died: "its environment failed" };
+
+function drawSample(sample, colouring, reading, opener, text) {
+  const turns = sample.turns && [sample, ...sample.more].flatMap((sequence) => sequence.turns);
   const mark = sample.correct === null ? ["?", "muted"] : sample.correct ? ["✓", "good"] : ["✗", "warm"];
   const differs = sample.check_correct !== null && sample.check_correct !== sample.correct;
   const facts = Object.entries(sample.parts ?? {}).map(([name, value]) => h("span", {}, `${name} ${number(value)}`));
@@ -189,13 +192,13 @@ function drawSample(sample, colouring, reading, opener) {
       h("b", { class: mark[1], title: sample.correct ? "right" : "wrong" }, `${mark[0]} ${sample.extracted ?? (sample.correct === null ? "no verdict" : sample.correct ? "right" : "wrong")}`),
       h("span", {}, h("span", { class: "muted" }, "reward "), number(sample.reward)),
       h("span", {}, h("span", { class: "muted" }, "advantage "), number(sample.advantage)),
-      h("span", { class: "muted" }, `${sample.length} tok`),
-      sample.finish_reason === "length" && h("span", { class: "tag warm" }, "cut"),
-      sample.turns && h("span", { class: "tag" }, `${sample.turns.length} turns, ${sample.ended.replaceAll("_", " ")}; ${sample.sampled} tok of the model's`),
+      h("span", { class: "muted" }, turns ? `${sample.sampled} tok of the model's` : `${sample.length} tok`),
+      turns ? h("span", { class: `tag ${sample.ended === "done" ? "" : "warm"}` }, `${turns.length} turn${turns.length === 1 ? "" : "s"}, ${ENDS[sample.ended] ?? sample.ended}`)
+        : sample.finish_reason === "length" && h("span", { class: "tag warm" }, "cut"),
       differs && h("span", { class: "tag warm" }, `check: ${sample.check_correct ? "right" : "wrong"}`),
       sample.status === "kept" && !sample.in_loss && h("span", { class: "tag" }, "not in the loss"),
       sample.error && h("span", { class: "tag warm", title: sample.error }, "score failed")),
-    drawTokens(sample, colouring, reading),
+    [sample, ...(sample.more ?? [])].map((sequence) => drawTokens(sequence, turns?.indexOf(sequence.turns[0]) ?? 0, sample, colouring, reading, text)),
     opener,
     sample.tokens.pieces?.length < sample.length && note(`The first ${number(sample.tokens.pieces.length)} of its tokens.`),
     h("footer", {}, h("span", {}, `#${sample.sample}`), sample.shaped_reward !== null && sample.shaped_reward !== sample.reward && h("span", {}, `shaped ${number(sample.shaped_reward)}`), facts,
@@ -203,33 +206,50 @@ function drawSample(sample, colouring, reading, opener) {
       sample.version_first !== null && h("span", {}, sample.version_first === sample.version_last ? `policy ${sample.version_first}` : `policies ${sample.version_first}–${sample.version_last}`)));
 }
 
-function drawTokens(sample, colouring, reading) {
-  const { pieces } = sample.tokens;
-  if (!pieces) return h("pre", { class: `tokens ${colouring.both ? colouring.class(sample) : ""}`, tabindex: 0 }, sample.response ?? "(the text is gone)");
-  const token = (place) => ({ advantage: sample.advantage ?? 0, ...Object.fromEntries(["logprob_engine", "logprob_trainer", "entropy"].map((name) => [name, sample.tokens[name]?.[place] ?? null])) });
-  const own = (place) => sample.turns?.some(([start, end]) => start <= place && place < end) ?? true;
-  const spans = pieces.map((text, place) => h("span", { class: `tok ${own(place) ? colouring.class(token(place)) : "theirs"}` }, text));
-  let at = -1;
-  const read = (place) => {
-    spans[at]?.classList.remove("at");
-    at = Math.max(0, Math.min(spans.length - 1, place));
-    spans[at].classList.add("at");
-    spans[at].scrollIntoView?.({ block: "nearest" });
-    say(at);
+const STOPS = { tool_calls: "calls a tool", malformed: "its call cannot be read", length: "cut, not in the loss" };
+
+// Of a response its tokens; of an episode those of the model under a head for each turn, and what the environment said.
+function drawTokens(sequence, before, sample, colouring, reading, text) {
+  const { pieces, ...numbers } = sequence.tokens, units = pieces ?? [...(sequence.response ?? "(the text is gone)")];
+  const advantage = ([, , stop, , own]) => (stop === "length" ? 0 : own ?? sample.advantage);
+  const token = (place, turn) => ({ advantage: advantage(turn) ?? 0, ...Object.fromEntries(["logprob_engine", "logprob_trainer", "entropy"].map((name) => [name, numbers[name]?.[place] ?? null])) });
+  const unfolded = (words, most) => folded(words, text && words.toLowerCase().includes(text.toLowerCase()) ? Infinity : most);
+  const cells = [], body = [before > 0 && h("span", { class: "turn" }, "from here on with a beginning of its own, as earlier turns were rewritten"), sequence.opening && h("span", { class: "theirs" }, unfolded(sequence.opening, 240))];
+  const cell = (from, to, turn) => {
+    const words = units.slice(from, to).join(""), painted = turn && (pieces || colouring.both) ? colouring.class(token(from, turn)) : "";
+    cells.push({ element: h("span", { class: turn ? `${pieces ? "tok" : ""} ${painted}` : "tok theirs" }, turn ? words : unfolded(words)), from, to, turn });
+    body.push(cells.at(-1).element);
   };
-  const say = (place) => {
-    const now = token(place), facts = [`token ${place + 1} of ${spans.length}`];
-    if (!own(place)) return fill(reading, h("code", {}, JSON.stringify(pieces[place])), "  ", `${facts[0]} · of the environment`);
+  let at = 0;
+  for (const [index, turn] of (sequence.turns ?? [[0, units.length, null, 0, null, [0, units.length]]]).entries()) {
+    const [from, to] = pieces ? turn : turn[5], [, , stop, reward, own] = turn;
+    if (from > at) cell(at, from);
+    if (sequence.turns) body.push(h("span", { class: "turn" }, [`turn ${before + index + 1}`, STOPS[stop], reward && `reward ${number(reward)}`, own !== null && `advantage ${number(own)}`].filter(Boolean).join(" · ")));
+    for (let place = from; place < to; place += pieces ? 1 : to) cell(place, pieces ? place + 1 : to, turn);
+    at = to;
+  }
+  if (at < units.length) cell(at, units.length);
+  let here = -1;
+  const read = (index) => {
+    cells[here]?.element.classList.remove("at");
+    here = Math.max(0, Math.min(cells.length - 1, index));
+    cells[here].element.classList.add("at");
+    cells[here].element.scrollIntoView?.({ block: "nearest" });
+    say(cells[here]);
+  };
+  const say = ({ from, to, turn }) => {
+    if (!turn) return fill(reading, `tokens ${from + 1} to ${to} of ${units.length} · of the environment`);
+    const now = token(from, turn), facts = [`token ${to} of ${units.length}`];
     if (now.logprob_engine !== null) facts.push(`probability ${percent(Math.exp(now.logprob_engine))}`, `engine ${now.logprob_engine.toFixed(4)}`);
     if (now.logprob_trainer !== null) facts.push(`trainer ${now.logprob_trainer.toFixed(4)}`, `gap ${number(Math.abs(now.logprob_engine - now.logprob_trainer))}`);
     if (now.entropy !== null) facts.push(`entropy ${now.entropy.toFixed(3)}`);
-    facts.push(`advantage ${number(sample.advantage)}`);
-    fill(reading, h("code", {}, JSON.stringify(pieces[place])), "  ", facts.join(" · "));
+    facts.push(turn[2] === "length" ? "not in the loss" : `advantage ${number(advantage(turn))}`);
+    fill(reading, h("code", {}, JSON.stringify(units[from])), "  ", facts.join(" · "));
   };
   return h("pre", {
     class: "tokens", tabindex: 0, "aria-label": `sample ${sample.sample}`,
-    onpointerover: (event) => { const place = spans.indexOf(event.target); if (place >= 0) say(place); },
-    onkeydown: (event) => { const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key]; if (by) { event.preventDefault(); read(at + by); } },
-    onblur: () => { spans[at]?.classList.remove("at"); at = -1; },
-  }, spans);
+    onpointerover: (event) => { const found = pieces && cells.find(({ element }) => element === event.target); if (found) say(found); },
+    onkeydown: (event) => { const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key]; if (by && pieces) { event.preventDefault(); read(here + by); } },
+    onblur: () => { cells[here]?.element.classList.remove("at"); here = -1; },
+  }, body);
 }
