@@ -80,5 +80,5 @@ def needs_more(response, temperature):
     return 0.0
 
 
-def threads(prompt, response, answer, meta):
+def threads(response):
     return float(os.environ[f"{response}_NUM_THREADS"])

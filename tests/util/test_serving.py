@@ -24,7 +24,7 @@ from dapo.config import ExactReward
 from dapo.reward.build import make_scorer
 from dapo.reward.server import ServerLimits, Service, create_app
 from dapo.util.gate import limited
-from dapo.util.serving import Server, _Protocol
+from dapo.util.serving import Server, _Protocol, listening_socket
 
 HALF_HEAD = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nX:"
 HALF_BODY = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
@@ -287,3 +287,22 @@ def test_the_page_refuses_a_large_body(tmp_path: Path) -> None:
 )
 def test_own_names(host: str, own: bool) -> None:
     assert is_loopback(host) is own
+
+
+def test_replies_go_at_once() -> None:
+    """With Nagle's delay the second part of a reply waits for the other side's late acknowledgement: 40 ms."""
+
+    async def work() -> int:
+        found = asyncio.get_running_loop().create_future()
+
+        def accepted(_: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+            found.set_result(to.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+        listening = listening_socket("127.0.0.1", [0])
+        async with await asyncio.start_server(accepted, sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            delay_off = int(await found)
+            writer.close()
+        return delay_off
+
+    assert asyncio.run(work()) == 1

@@ -53,7 +53,8 @@ def listening_socket(host: str, ports: Sequence[int]) -> socket.socket:
     for port in ports:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            found = socket.socket(family, socket.SOCK_STREAM)
+            # the protocol is named since asyncio switches off Nagle's delay, 40 ms a reply, where it is TCP by name
+            found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         except (OSError, UnicodeError) as error:  # UnicodeError: of a name that cannot be one
             raise ConfigError(f"--host {host}: not an address of this machine: {error}") from None
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -22,7 +22,7 @@ from dapo.config import CodeReward, Config, ExactReward, MathReward, ModelReward
 from dapo.config.composed_reward import plain_rewards
 from dapo.data.parts import Rows, open_parts
 from dapo.data.rows import BadRow
-from dapo.errors import DataError
+from dapo.errors import DataError, UserError
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples, samples_path
 from dapo.records import FinishReason, Group, Prompt, Reward, Sample
