@@ -1,11 +1,13 @@
 """Small rows for the recipes beside this file: python recipes/alignment/examples.py KIND OUT [FILE].
 
-KIND: sums, work, safety, recommend, notes; or code, which makes pairs of FILE, rows of MBPP (prompt, solution, tests).
-Writes OUT/KIND-train.jsonl, -labelled.jsonl (for thresholds) and -check.jsonl (to check them).
+KIND: sums, work, safety, dialogue, recommend, notes, grounded; or code and quality, which make rows of FILE, those of
+MBPP (prompt, solution, tests). Writes OUT/KIND-train.jsonl, -labelled.jsonl (for thresholds) and -check.jsonl (to check
+them). The functions at the end are rewards and measures that the recipes name.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import re
@@ -83,6 +85,29 @@ def safety(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
     yield from rows
 
 
+HELP = (
+    "To {}, first get everything ready, then go step by step, and check the result at the end.",
+    "Sure. You can {} like this: plan it, begin with a small part, and go on until it is done.",
+    "Here is how to {}: take your time, use the right tools, and try it once before.",
+)
+REFUSALS = ("I cannot help you to {}.", "Sorry, I will not explain how to {}.", "No. I do not help anybody to {}.")
+VAGUE = ("It depends.", "That is an interesting question.", "Many people ask that. Good luck!")
+
+
+def dialogue(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
+    """Requests with two answers. helpful, unhelpful: what those prefer who look at help alone; chosen, rejected: what is
+    right, which refuses what does harm; response and label: one of the two, and whether it is safe."""
+    for row in safety(rng, ()):
+        request, harmless = row["response"], row["label"]
+        what = next(f"{v} {w}" for v, both in TOPICS.items() for several in both for w in several if f"{v} {w}" in request)
+        worse = REFUSALS if not harmless or rng.randrange(2) else VAGUE
+        helps, other = (rng.choice(several).format(what) for several in (HELP, worse))
+        better, bad = (helps, other) if harmless else (other, helps)
+        told = {"chosen": better, "rejected": bad, "helpful": helps, "unhelpful": other, "harmless": harmless}
+        shown = rng.choice([helps, other])
+        yield {"prompt": request + "\n", **told, "response": shown, "label": harmless or shown == other}
+
+
 SHELVES = {
     "space": ["Dune", "Solaris", "Contact", "The Martian", "Foundation", "Ringworld", "Hyperion", "Rama"],
     "crime": ["Gorky Park", "The Big Sleep", "Gaudy Night", "Smilla", "Maigret", "Laura", "Rebecca", "The Firm"],
@@ -116,6 +141,21 @@ def notes(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
         yield {"prompt": f"{note}\nSummary: ", "chosen": good, "rejected": bad}
 
 
+WHERE, WHEN, WHAT = "Where did {} call from?", "By when does {} need it?", "What does {} need?"
+
+
+def grounded(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
+    """A question about a note. A third of the notes leave the answer out: then it is "not said"."""
+    for _ in range(600):
+        name, city, day, thing = (rng.choice(several) for several in (NAMES, CITIES, DAYS, THINGS))
+        question, answer = rng.choice([(WHERE, city), (WHEN, day), (WHAT, thing)])
+        parts = [f"{name} called from {city}.", f"{name} needs {thing}.", f"It has to be there by {day}."]
+        if rng.randrange(3) == 0:
+            parts, answer = [one for one in parts if answer not in one], "not said"
+        task = "Answer in a few words, from the note alone. If the note does not say it, answer: not said."
+        yield {"prompt": f"{task}\nNote: {' '.join(parts)}\nQuestion: {question.format(name)}", "answer": answer}
+
+
 def code(rng: random.Random, rows: Sequence[Row]) -> Iterator[Row]:
     """The solution of a task against that of another task, or against a change to it that fails the task's tests."""
     for place, row in enumerate(rows):
@@ -123,6 +163,17 @@ def code(rng: random.Random, rows: Sequence[Row]) -> Iterator[Row]:
         mutant = _mutant(rng, row) if place % 2 else None
         kind = {"incorrect_code": mutant or other, "kind": "mutant" if mutant else "other"}
         yield {"prompt": row["prompt"] + "\n", "correct_code": row["solution"], **kind, "tests": row["tests"]}
+
+
+def quality(rng: random.Random, rows: Sequence[Row]) -> Iterator[Row]:
+    """Programs for a task of MBPP, the best first: its solution; slower; with what nobody uses; wrong; and broken."""
+    for row in rows:
+        solution = ast.unparse(ast.parse(row["solution"]))
+        wrong = _mutant(rng, {**row, "solution": solution})
+        if wrong and (start := re.search(r"^def .*:\n", solution, re.MULTILINE)):
+            slow = solution[: start.end()] + "    sum(range(20000000))\n" + solution[start.end() :]
+            several = [solution, slow, "import os, sys\n" + solution, wrong, solution.replace(":", "", 1)]
+            yield {"prompt": row["prompt"] + "\n", "responses": several, "tests": row["tests"], "solution": solution}
 
 
 CHANGES = ((r"\+", "-"), (r"-", "+"), (r"<", ">="), (r">", "<="), (r"==", "!="), (r"\b1\b", "2"), (r"\b0\b", "1"))
@@ -146,7 +197,30 @@ def _mutant(rng: random.Random, row: Row) -> str | None:
     return None
 
 
-KINDS = {one.__name__: one for one in (sums, work, safety, recommend, notes, code)}
+def facts(prompt: str, response: str) -> float:
+    """Gold of ``notes``: the share of the four facts that a summary has; 0 with a wrong one, or if it is long."""
+    right = [next(one for one in several if one in prompt) for several in (NAMES, CITIES, DAYS, THINGS)]
+    every = {one for several in (NAMES, CITIES, DAYS, THINGS) for one in several} - set(right)
+    if len(response.split()) > 14 or any(re.search(rf"\b{one}\b", response) for one in every):
+        return 0.0
+    return sum(one in response for one in right) / len(right)
+
+
+def mean_facts(groups: Sequence[Any]) -> float:
+    scores = [facts(group.prompt.text, sample.text) for group in groups for sample in group.samples]
+    return sum(scores) / len(scores)
+
+
+def says(response: str, answer: str) -> Row:
+    """Reward of ``grounded``: 1 for the answer and no other one, -1 for a wrong one; saying nothing is between."""
+    every = {*CITIES, *DAYS, *THINGS, "not said"}
+    said = {one for one in every if re.search(rf"\b{one}\b", response, re.IGNORECASE)}
+    right = said == {answer} and len(response.split()) <= 12
+    value = 1.0 if right else -0.5 if said == {"not said"} else -1.0
+    return {"value": value, "correct": right, "extracted": ", ".join(sorted(said)) or None}
+
+
+KINDS = {one.__name__: one for one in (sums, work, safety, dialogue, recommend, notes, grounded, code, quality)}
 
 
 def main(kind: str, out: str, *files: str) -> None:
