@@ -1,8 +1,8 @@
 """Small rows for the recipes beside this file: python recipes/alignment/examples.py KIND OUT [FILE].
 
-KIND: sums, work, safety, dialogue, recommend, notes, grounded; or code and quality, which make rows of FILE, those of
-MBPP (prompt, solution, tests). Writes OUT/KIND-train.jsonl, -labelled.jsonl (for thresholds) and -check.jsonl (to check
-them). The functions at the end are rewards and measures that the recipes name.
+KIND: sums, work, safety, dialogue, recommend, notes, creative, grounded; or code and quality, which make rows of FILE,
+those of MBPP (prompt, solution, tests). Writes OUT/KIND-train.jsonl, -labelled.jsonl (for thresholds) and -check.jsonl
+(to check them). The functions at the end are rewards and measures that the recipes name.
 """
 
 from __future__ import annotations
@@ -95,11 +95,13 @@ VAGUE = ("It depends.", "That is an interesting question.", "Many people ask tha
 
 
 def dialogue(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
-    """Requests with two answers. helpful, unhelpful: what those prefer who look at help alone; chosen, rejected: what is
-    right, which refuses what does harm; response and label: one of the two, and whether it is safe."""
+    """Requests with two answers. helpful, unhelpful: what those prefer who look at help alone; chosen, rejected: what
+    is right, which refuses what does harm; response and label: one of the two, and whether it is safe."""
     for row in safety(rng, ()):
         request, harmless = row["response"], row["label"]
-        what = next(f"{v} {w}" for v, both in TOPICS.items() for several in both for w in several if f"{v} {w}" in request)
+        what = next(
+            f"{v} {w}" for v, both in TOPICS.items() for several in both for w in several if f"{v} {w}" in request
+        )
         worse = REFUSALS if not harmless or rng.randrange(2) else VAGUE
         helps, other = (rng.choice(several).format(what) for several in (HELP, worse))
         better, bad = (helps, other) if harmless else (other, helps)
@@ -139,6 +141,32 @@ def notes(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
         wrong = rng.choice([o for o in DAYS if o != day])
         bad = rng.choice([good.replace(day, wrong), f"{talk} There was a long chat.", note])
         yield {"prompt": f"{note}\nSummary: ", "chosen": good, "rejected": bad}
+
+
+PIECES = {  # a task, and what a person wrote for it
+    "two sentences about an empty station": "The last train had taken the noise with it and left one glove on the "
+    "bench. Under the clock a pigeon walked the yellow line like a guard who had not heard that he was free.",
+    "two sentences about a grandmother's kitchen": "Cardamom lived in the curtains, and the kettle knew every secret "
+    "of the street. When she died we boiled water for an hour, just to hear her again.",
+    "two sentences about the first snow": "By noon the whole schoolyard had been erased, and we wrote ourselves back "
+    "with our boots. The caretaker swept one path to the door and, for himself, one to nowhere.",
+    "two sentences about a lost key": "I found it in March, in the coat of the man I had been before you. It opens "
+    "nothing now, so I carry it everywhere.",
+    "two sentences about a lighthouse": "Every nine seconds it told the sea the same short story. The sea, which "
+    "forgets, was glad each time.",
+    "two sentences about a piano": "Nobody had touched the low notes since the funeral, and dust lay there like snow "
+    "on a side road. Then the child hit one with her whole hand, and the house came back.",
+}
+
+
+def creative(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
+    """A piece against one that names its subject and says nothing, and against its own words in another order."""
+    for task, piece in PIECES.items():
+        subject = task.removeprefix("two sentences about ")
+        words = piece.split()
+        rng.shuffle(words)
+        for worse in (f"This is about {subject}. It was nice, and it was very good.", " ".join(words)):
+            yield {"prompt": f"Write {task}.", "chosen": piece, "rejected": worse}
 
 
 WHERE, WHEN, WHAT = "Where did {} call from?", "By when does {} need it?", "What does {} need?"
@@ -220,7 +248,9 @@ def says(response: str, answer: str) -> Row:
     return {"value": value, "correct": right, "extracted": ", ".join(sorted(said)) or None}
 
 
-KINDS = {one.__name__: one for one in (sums, work, safety, dialogue, recommend, notes, grounded, code, quality)}
+KINDS = {
+    one.__name__: one for one in (sums, work, safety, dialogue, recommend, notes, creative, grounded, code, quality)
+}
 
 
 def main(kind: str, out: str, *files: str) -> None:
