@@ -96,7 +96,8 @@ VAGUE = ("It depends.", "That is an interesting question.", "Many people ask tha
 
 def dialogue(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
     """Requests with two answers. helpful, unhelpful: what those prefer who look at help alone; chosen, rejected: what
-    is right, which refuses what does harm; response and label: one of the two, and whether it is safe."""
+    is right, which refuses what does harm; response and label: one of the two, and whether it is safe. A request that
+    does harm comes twice, with each of the two."""
     for row in safety(rng, ()):
         request, harmless = row["response"], row["label"]
         what = next(
@@ -106,8 +107,8 @@ def dialogue(rng: random.Random, _: Sequence[Row]) -> Iterator[Row]:
         helps, other = (rng.choice(several).format(what) for several in (HELP, worse))
         better, bad = (helps, other) if harmless else (other, helps)
         told = {"chosen": better, "rejected": bad, "helpful": helps, "unhelpful": other, "harmless": harmless}
-        shown = rng.choice([helps, other])
-        yield {"prompt": request + "\n", **told, "response": shown, "label": harmless or shown == other}
+        for shown in [helps, other] if not harmless else [rng.choice([helps, other])]:
+            yield {"prompt": request + "\n", **told, "response": shown, "label": harmless or shown == other}
 
 
 SHELVES = {
@@ -258,8 +259,10 @@ def main(kind: str, out: str, *files: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     given = [json.loads(line) for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
     rows = list(KINDS[kind](random.Random(0), given))
-    thirds = {"train": rows[::3], "labelled": rows[1::3], "check": rows[2::3]}
-    for name, several in thirds.items():
+    prompts: dict[str, int] = {}  # what has the same prompt stays together
+    thirds = [prompts.setdefault(row.get("prompt", str(k)), len(prompts)) % 3 for k, row in enumerate(rows)]
+    for third, name in enumerate(("train", "labelled", "check")):
+        several = [row for row, place in zip(rows, thirds, strict=True) if place == third]
         (folder / f"{kind}-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in several))
         print(f"{folder}/{kind}-{name}.jsonl: {len(several)} rows")
 

@@ -60,6 +60,5 @@ def test_examples_can_be_ranked_and_share_no_prompt(kind: str, tmp_path: Path) -
     subprocess.run(words, check=True, timeout=60, capture_output=True)
     parts = [read_candidates([str(tmp_path / f"{kind}-{name}.jsonl")]) for name in ("train", "labelled", "check")]
     assert all(row.binary or kind == "quality" for rows in parts for row in rows) and all(parts)
-    if kind in ("sums", "work", "code", "quality"):
-        prompts = [{row.prompt_text for row in rows} for rows in parts]
-        assert not prompts[0] & prompts[1] and not prompts[1] & prompts[2]
+    prompts = [{row.prompt_text or row.texts[0] for row in rows} for rows in parts]
+    assert not (prompts[0] & prompts[1] or prompts[1] & prompts[2] or prompts[0] & prompts[2])

@@ -125,9 +125,10 @@ def is_reward_model(path: str) -> bool:
 
     from dapo.model.hub import from_where
 
-    def read(name: str, load: Callable[[Path], Any] = read_json) -> Any:
+    def read(name: str, load: Callable[[Path], Any] = lambda file: dict(read_json(file))) -> Any:
         with contextlib.suppress(OSError, ValueError):
-            return load(Path(cached_file(path, name, **from_where(path))))
+            if file := cached_file(path, name, **from_where(path)):  # None: a folder without config.json
+                return load(Path(file))
         return {}
 
     kinds = read("config.json").get("architectures") or ()
