@@ -31,6 +31,11 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained("reward_model", tmp_path_factory.mktemp("lora") / "run", **{"model.lora.rank": 2})
+
+
+@pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained("dpo", tmp_path_factory.mktemp("dpo") / "run")
 
@@ -39,7 +44,7 @@ def scored(*scores: float | None) -> list[Scored]:
     return [Scored(k, f"text {k}", score) for k, score in enumerate(scores)]
 
 
-@pytest.mark.parametrize("kind", ["reward_model", "policy"])
+@pytest.mark.parametrize("kind", ["reward_model", "adapter", "policy"])
 def test_batch_order_and_padding_change_nothing(kind: str, request: pytest.FixtureRequest) -> None:
     folder = str(request.getfixturevalue(kind))
     found = dapo.rank(folder, "1+2=", TEXTS)

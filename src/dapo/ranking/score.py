@@ -141,6 +141,7 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
     """As the run that trained it wrote texts; else by the chat template, if there is one."""
     from transformers import AutoConfig
 
+    from dapo.model.adapters import find_adapter
     from dapo.model.hub import from_where
     from dapo.model.loading import context_limit, load_tokenizer
 
@@ -149,7 +150,9 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
     else:
         template = "chat" if getattr(load_tokenizer(path), "chat_template", None) else "plain"
         longest = 4096
-    limit = context_limit(AutoConfig.from_pretrained(path, **from_where(path)).get_text_config())
+    adapter = find_adapter(path)
+    where = adapter.base if adapter else path
+    limit = context_limit(AutoConfig.from_pretrained(where, **from_where(where)).get_text_config())
     told = {"path": path, "device": device, "template": template, "timeout_s": 600}
     told["max_length"] = min(longest, limit or longest)
     return load_reward("model", [*(f"reward.{key}={json.dumps(value)}" for key, value in told.items()), *overrides])
