@@ -110,8 +110,8 @@ ORDER = (
         "environments",
         "evaluation",
     ),
-    *("observe", "checks", "orchestrator", "plan", "inference", "ranking"),
-    *("serve", "stages", "comparison", "distil", "api", "commands"),
+    *("observe", "checks", "orchestrator", "plan", "inference", "stages"),
+    *("ranking", "serve", "comparison", "distil", "api", "commands"),
 )
 """Folders and the loose modules from below to above (decision 39)."""
 

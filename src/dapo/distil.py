@@ -150,6 +150,8 @@ def _recipe(plan: Plan, config: Config) -> dict[str, Any]:
         "model": config.model.model_dump(mode="json", exclude_defaults=True),
         "data": {**writing, "template": config.data.template, "train": str((plan.folder / "rows.jsonl").absolute())},
     }
+    if plan.method == "dpo":
+        phase["dpo"] = {"beta": 1.0, "nll": 5.0}  # without the NLL it leaves what it sampled, and games the ranker
     return {"dir": str(plan.folder), "phases": {PHASE: phase}}
 
 

@@ -248,10 +248,12 @@ def test_thumbs_on_served_answers_and_edits_become_pairs(tmp_path: Path) -> None
         assert done.exit_code and "bad.jsonl:1: neither a prompt nor feedback" in " ".join(done.output.split())
 
 
-def test_four_bits_need_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_bits_need_a_gpu_and_an_adapter_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "p", "candidates": ["a"]}])
-    done = CliRunner().invoke(
-        app, ["quantise", str(tmp_path), str(tmp_path / "out"), "--kind", "int4", "--data", str(rows)]
-    )
-    assert done.exit_code and "not on a CPU; what works here: int8" in " ".join(done.output.split())
+    for kind, said in (("int4", "not on a CPU; what works here: int8"), ("int8", "num_labels=1).merge_and_unload()")):
+        done = CliRunner().invoke(
+            app, ["quantise", str(tmp_path), str(tmp_path / "out"), "--kind", kind, "--data", str(rows)]
+        )
+        assert done.exit_code and said in " ".join(done.output.split())

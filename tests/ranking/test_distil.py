@@ -88,8 +88,8 @@ def test_a_filter_that_lets_nothing_through_is_told(task: dict[str, Path], tmp_p
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_at_least_half_of_the_gain_is_kept(tmp_path: Path, method: str) -> None:
     """A policy that works in steps half of the time, and a reward model that learned from pairs that steps are better.
-    Best-of-8 beats single samples on held-out prompts; the distilled policy keeps half of that and more. DPO does so by
-    the ranker alone: the report shows that it is not by what the ranker stands for."""
+    Best-of-8 beats single samples on held-out prompts; the distilled policy keeps half of that and more, by the ranker
+    and by what the ranker stands for."""
     base = save_tiny(tmp_path / "base")
     steps = [(f"{a}+{b}=", f"{a}+{b}={(a + b) % 10};#{(a + b) % 10}", f"#{(a + b) % 10}") for a, b in SUMS * 2]
     half = [{"prompt": p, "response": one[k % 2]} for k, (p, *one) in enumerate(steps[::1])]
@@ -121,4 +121,4 @@ def test_at_least_half_of_the_gain_is_kept(tmp_path: Path, method: str) -> None:
         best, single = report[by]["best_of_n"], report[by]["one_sample"]
         least = best["value"] if best["low"] is None else best["low"]  # the best of all prompts may be the same
         assert least > single["high"]
-        assert report[by]["kept"]["value"] >= 0.5 or (by, method) == ("gold", "dpo")
+        assert report[by]["kept"]["value"] >= 0.5

@@ -18,7 +18,7 @@ from dapo.data.rows import BadRow, PythonRows
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.ranking.measures import agreement, best_of, best_of_n, least_sure, summary
 from dapo.ranking.rows import Candidates, candidates, read_candidates
-from dapo.ranking.score import Scored, load_ranker, score_rows
+from dapo.ranking.score import Scored, is_reward_model, load_ranker, score_rows
 from ranking_cases import trained
 from stage_cases import ROWS
 
@@ -31,6 +31,11 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained("reward_model", tmp_path_factory.mktemp("lora") / "run", **{"model.lora.rank": 2})
+
+
+@pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained("dpo", tmp_path_factory.mktemp("dpo") / "run")
 
@@ -39,7 +44,7 @@ def scored(*scores: float | None) -> list[Scored]:
     return [Scored(k, f"text {k}", score) for k, score in enumerate(scores)]
 
 
-@pytest.mark.parametrize("kind", ["reward_model", "policy"])
+@pytest.mark.parametrize("kind", ["reward_model", "adapter", "policy"])
 def test_batch_order_and_padding_change_nothing(kind: str, request: pytest.FixtureRequest) -> None:
     folder = str(request.getfixturevalue(kind))
     found = dapo.rank(folder, "1+2=", TEXTS)
@@ -169,3 +174,18 @@ def test_agreement_and_the_pairs_to_ask_about() -> None:
     assert agreement([Candidates("p", ("a",), (1.0,))], [scored(1)]) == {}
     asked = least_sure([*rows, *rows], [*found, *found], 2)  # what is there twice is asked about once
     assert [one["prompt"] for one in asked] == ["p1", "p0"] and asked[1]["candidates"] == ["text 0", "text 1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "ranks"),
+    [
+        ("adapter_config.json", '{"task_type": "SEQ_CLS"}', True),
+        ("adapter_config.json", '{"task_type": "CAUSAL_LM"}', False),
+        ("config.json", '{"architectures": ["LlamaForSequenceClassification"]}', True),
+        ("config.json", "[]", False),
+        ("value_head.safetensors", "", True),
+    ],
+)
+def test_a_reward_model_is_known_by_its_files(name: str, text: str, ranks: bool, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert is_reward_model(str(tmp_path)) is ranks

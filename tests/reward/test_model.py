@@ -18,7 +18,7 @@ from dapo.errors import RewardError
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer
 from dapo.reward.model.network import load_network
-from dapo.reward.model.scorer import pick_alike
+from dapo.reward.model.scorer import _load, pick_alike
 from dapo.reward.model.text import PairText
 from data.tokenizers_for_tests import CHAT, CHAT_WITH_BOS, char_tokenizer
 
@@ -405,6 +405,25 @@ def test_a_batch_that_takes_too_long_fails_and_later_ones_are_scored(tmp_path, m
     )
     assert behind.error is not None and "busy for another 0.3 s" in behind.error
     assert good.error is None and len(slow.batches) == 2
+
+
+def test_two_models_load_one_after_the_other(monkeypatch):
+    """Parts of a composed reward begin at once, and threads that import Transformers at once find half of it."""
+    inside, seen = [], []
+
+    def slow(config):
+        inside.append(config)
+        seen.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+
+    monkeypatch.setattr("dapo.reward.model.network.load_network", slow)
+    threads = [threading.Thread(target=_load, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

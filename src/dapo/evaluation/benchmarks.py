@@ -34,11 +34,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A preset. ``about`` says where it comes from; ``settings`` are sections and keys of the config. ``published``:
-    None where keys of the config are enough to read its rows."""
+    """A preset. ``settings`` are sections and keys of the config. ``published``: None where keys of the config are
+    enough to read its rows."""
 
     name: str
-    about: str
     settings: Mapping[str, Any]
     published: Published | None = None
 
@@ -71,10 +70,10 @@ GSM8K = Published("question", "####")
 BENCHMARKS: Mapping[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
-        Benchmark("gsm8k", "grade-school word problems: one greedy answer, boxed", _boxed(1024), GSM8K),
-        Benchmark("math500", "500 competition problems of MATH: one greedy answer, boxed", _boxed(2048)),
-        Benchmark("aime", "AIME, integers 0 to 999: avg@32 as in the DAPO paper", _PAPER),
-        Benchmark("amc", "AMC 10 and 12: avg@32 as in the DAPO paper", _PAPER),
+        Benchmark("gsm8k", _boxed(1024), GSM8K),
+        Benchmark("math500", _boxed(2048)),
+        Benchmark("aime", _PAPER),
+        Benchmark("amc", _PAPER),
     )
 }
 
@@ -85,7 +84,7 @@ def benchmark_named(name: str) -> Benchmark:
     if ":" in name:
         own = made(f"--benchmark {name}", load_named(name, "--benchmark"), object)
         if isinstance(own, Mapping):
-            own = Benchmark(name, "", nested(dict(flat(own))))
+            own = Benchmark(name, nested(dict(flat(own))))
         if not isinstance(own, Benchmark):
             raise ConfigError(f"--benchmark {name}: returned a {type(own).__name__}; return a mapping of settings")
         return own

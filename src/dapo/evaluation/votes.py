@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from dapo.errors import UserError
 from dapo.evaluation.statistics import Estimate, estimate_share
-from dapo.util.files import append_lines, json_line, lines_of, parse_json, write_atomic
+from dapo.util.files import append_lines, json_line, lines_of, parse_json, write_atomic, writing
 
 Choice = Literal["left", "right", "tie", "both_bad"]
 CHOICES: Sequence[Choice] = ("left", "right", "tie", "both_bad")
@@ -144,11 +144,9 @@ def live_pairs(file: Path) -> Iterator[dict[str, Any]]:
 
 def write_pairs(pairs: Sequence[Mapping[str, Any]], output: Path) -> int:
     """Write preference pairs as JSON lines: how many there are. Raises UserError if the file cannot be written."""
-    try:
+    with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(output, map(json_line, pairs))
-    except OSError as error:
-        raise UserError(f"--output: cannot write {str(output)!r}: {error.strerror or error}") from None
     return len(pairs)
 
 

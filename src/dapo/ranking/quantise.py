@@ -14,6 +14,7 @@ import torch
 
 from dapo.errors import ConfigError, extra
 from dapo.inference.found_model import find_model
+from dapo.model.adapters import CONFIG_FILE
 from dapo.model.loading import load_tokenizer
 from dapo.ranking.score import is_reward_model
 from dapo.util.files import new_folder
@@ -34,7 +35,11 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
         raise ConfigError(f"--kind {kind}: not on a {'GPU' if on_gpu else 'CPU'}; what works here: {', '.join(works)}")
     found = find_model(model)
     ranks = is_reward_model(found.path)
-    loader = getattr(transformers, "AutoModelForSequenceClassification" if ranks else "AutoModelForCausalLM")
+    kind_of = "SequenceClassification" if ranks else "CausalLM"
+    if (Path(found.path) / CONFIG_FILE).is_file():
+        merged = f"AutoPeftModelFor{kind_of}.from_pretrained(FOLDER{', num_labels=1' * ranks}).merge_and_unload()"
+        raise ConfigError(f"{found.path}: is an adapter; merge it into its base first, by peft: {merged}")
+    loader = getattr(transformers, f"AutoModelFor{kind_of}")
     how: dict[str, Any] = {"dtype": torch.float32, "device_map": None}
     if on_gpu:
         how = {"dtype": torch.bfloat16, "device_map": "cuda"}

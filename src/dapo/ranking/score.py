@@ -12,11 +12,9 @@ import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from dapo.config import load_reward
 from dapo.config.composed_reward import REWARD_KINDS, RewardConfig
@@ -122,23 +120,18 @@ def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence
 def is_reward_model(path: str) -> bool:
     """Whether a model is one that scores texts, by the files beside its weights alone. If there is no such model,
     whoever loads it says so."""
-    folder = Path(path).expanduser()
+    from transformers.utils import cached_file
 
-    def place(name: str) -> Path:
-        if folder.is_dir():
-            return folder / name
-        from transformers.utils import cached_file
-
-        from dapo.model.hub import from_where
-
-        return Path(cached_file(path, name, **from_where(path)))
+    from dapo.model.hub import from_where
 
     def read(name: str) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
-            return dict(read_json(place(name)))
+            if file := cached_file(path, name, **from_where(path)):  # None: a folder without config.json
+                return dict(read_json(Path(file)))
         return {}
 
-    classifies = any("ForSequenceClassification" in str(one) for one in read("config.json").get("architectures") or ())
+    kinds = read("config.json").get("architectures") or ()
+    classifies = any("ForSequenceClassification" in str(one) for one in kinds)
     return classifies or read("adapter_config.json").get("task_type") == "SEQ_CLS"
 
 
@@ -146,6 +139,7 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
     """As the run that trained it wrote texts; else by the chat template, if there is one."""
     from transformers import AutoConfig
 
+    from dapo.model.adapters import find_adapter
     from dapo.model.hub import from_where
     from dapo.model.loading import context_limit, load_tokenizer
 
@@ -154,7 +148,9 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
     else:
         template = "chat" if getattr(load_tokenizer(path), "chat_template", None) else "plain"
         longest = 4096
-    limit = context_limit(AutoConfig.from_pretrained(path, **from_where(path)).get_text_config())
+    adapter = find_adapter(path)
+    where = adapter.base if adapter else path
+    limit = context_limit(AutoConfig.from_pretrained(where, **from_where(where)).get_text_config())
     told = {"path": path, "device": device, "template": template, "timeout_s": 600}
     told["max_length"] = min(longest, limit or longest)
     return load_reward("model", [*(f"reward.{key}={json.dumps(value)}" for key, value in told.items()), *overrides])
@@ -195,11 +191,9 @@ class ImplicitScorer(Scorer):
 
     async def start(self) -> None:
         """Raises ModelError: one of the models cannot be loaded."""
-        if not self._policies:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        await self.start()
         return await self._batches.submit((prompt.meta.get(_MESSAGES, prompt.text), response))
 
     async def close(self) -> None:
@@ -229,8 +223,9 @@ class ImplicitScorer(Scorer):
     def _scores(self, items: Sequence[tuple[str | Messages, str]]) -> list[Reward]:
         from dapo.data.examples import Example, Texts
         from dapo.data.rows import BadRow
-        from dapo.training.packing import pack_demonstrations
+        from dapo.stages.dpo import response_logprobs
 
+        self._load()
         found, examples, order = dict[int, Reward](), list[Example](), list[int]()
         alike: dict[str, list[int]] = {}  # items by prompt: each is computed once
         for place, (prompt, _) in enumerate(items):
@@ -242,18 +237,10 @@ class ImplicitScorer(Scorer):
                 order += places
             except BadRow as error:
                 found |= {place: Reward(None, 0.0, error=f"implicit reward: {error}") for place in places}
-        if examples:
-            batch = pack_demonstrations([(one.prompt, response) for one in examples for response in one.responses])
-            draws = np.repeat(np.arange(len(examples)), [len(one.responses) for one in examples])
-            batch = replace(batch, draws=draws, indices=np.arange(len(order)))
-            policy, reference = (self._sums(one, batch) for one in self._policies)
-            for place, ours, theirs in zip(order, policy, reference, strict=True):
-                if math.isfinite(value := self._beta * (ours - theirs)):
-                    found[place] = Reward(None, value, {"logprob": ours, "reference": theirs})
-                else:
-                    found[place] = Reward(None, 0.0, error=f"implicit reward: the score is {value}")
+        policy, reference = (response_logprobs(one, examples) if examples else [] for one in self._policies)
+        for place, ours, theirs in zip(order, policy, reference, strict=True):
+            if math.isfinite(value := self._beta * (ours - theirs)):
+                found[place] = Reward(None, value, {"logprob": ours, "reference": theirs})
+            else:
+                found[place] = Reward(None, 0.0, error=f"implicit reward: the score is {value}")
         return [found[place] for place in range(len(items))]
-
-    def _sums(self, policy: Policy, batch: Any) -> list[float]:
-        logprobs = policy.logprobs(batch).double().cpu().numpy()
-        return [float(v) for v in np.bincount(batch.sample_ids, logprobs, batch.num_samples)]

@@ -56,12 +56,17 @@ class ReferenceLogprobs:
             write_json(self._file, self._known)
 
     def _add(self, policy: Policy, examples: Sequence[Example]) -> None:
-        batch = pack_examples(examples)
-        logprobs = policy.logprobs(batch)
-        place = torch.from_numpy(batch.sample_ids).to(logprobs.device)
-        sums = logprobs.new_zeros(batch.num_samples).index_add(0, place, logprobs)  # as the objective adds them up
         keys = [self._key(one.prompt, response) for one in examples for response in one.responses]
-        self._known = dict(zip(keys, sums.tolist(), strict=True)) | self._known
+        self._known = dict(zip(keys, response_logprobs(policy, examples), strict=True)) | self._known
+
+
+def response_logprobs(policy: Policy, examples: Sequence[Example]) -> list[float]:
+    """The sum over the tokens of each response, as the objective adds them up."""
+    batch = pack_examples(examples)
+    logprobs = policy.logprobs(batch)
+    place = torch.from_numpy(batch.sample_ids).to(logprobs.device)
+    sums: list[float] = logprobs.new_zeros(batch.num_samples).index_add(0, place, logprobs).tolist()
+    return sums
 
 
 class DPO(PolicyStage):

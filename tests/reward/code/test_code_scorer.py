@@ -167,7 +167,7 @@ def test_other_keys_may_hold_the_tests():
 
 
 def test_style_counts_findings_for_each_statement():
-    assert style("def f(x):\n    return x\n") == 1.0
+    assert style("def f(x):\n    return x\n") == style("def f(x):\n    return x") == 1.0
     one_in_four = "import os\n\n\ndef f(x):\n    y = x\n    return y\n"  # os is not used
     assert style(one_in_four) == 0.75
     assert style("import os  # noqa\n\n\ndef f(x):\n    y = x\n    return y\n") == 0.75
