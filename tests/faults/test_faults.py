@@ -211,11 +211,14 @@ def test_a_kill_that_never_comes_in_time_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_process_that_is_left_behind_is_seen(scene: Scene) -> None:
-    """A reward function that starts one out of its worker's reach."""
+    """A reward function that starts one out of its worker's reach: its own parent ends, and the worker does not adopt."""
 
     def do(stage: Stage) -> Ended:
-        code = "import subprocess\n\ndef reward(prompt, response, answer):\n"
-        code += "    subprocess.Popen(['sleep', '60'], start_new_session=True)\n    return len(response) % 2 == 0\n"
+        code = "import ctypes, subprocess\n\ndef reward(prompt, response, answer):\n"
+        code += "    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)\n"
+        code += (
+            "    subprocess.run('sleep 60 &', shell=True, start_new_session=True)\n    return len(response) % 2 == 0\n"
+        )
         return stage.start(f"reward.function={stage.file('reward.py', code)}:reward", "training.steps=1").end()
 
     lost = try_fault(Fault("planted process", do, (0,), Kept.FINISHED), scene).lost
