@@ -176,6 +176,7 @@ def test_both_sides_of_a_cycle_take_the_rows_in_their_order_and_have_as_many_rew
 def test_learning_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     import cpu_learning
 
+    pytest.importorskip("trl")
     difference = cpu_learning.main(["--seeds", "1", "--steps", "2", "--out", str(tmp_path)])
     assert capsys.readouterr().out.splitlines()[-1] == f"{difference:+.1f} points"
 

@@ -233,6 +233,7 @@ def test_what_is_still_good_is_read(accident: Accident, in_all: int, tmp_path: P
 
 def kinds(folder: Path) -> dict[str, bytes]:
     """The good rows in each kind of file, by its name."""
+    pytest.importorskip("datasets")
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     simple = [{"prompt": str(row["prompt"]), "answer": str(row["answer"])} for row in GOOD]
     parquet.write_table(pyarrow.Table.from_pylist(simple), folder / "made.parquet")

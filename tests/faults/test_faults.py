@@ -211,7 +211,7 @@ def test_a_kill_that_never_comes_in_time_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_process_that_is_left_behind_is_seen(scene: Scene) -> None:
-    """A reward function that starts one out of its worker's reach: its own parent ends, and the worker does not adopt."""
+    """A reward function that starts one out of its worker's reach: the worker does not adopt it."""
 
     def do(stage: Stage) -> Ended:
         code = "import ctypes, subprocess\n\ndef reward(prompt, response, answer):\n"
