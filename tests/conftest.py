@@ -16,8 +16,11 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "support"), str(HERE), str(HERE.parent)]  # helpers; test_imports; conformance
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, which share the cores with other tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun by a script in the background: tests interrupt things
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup: still without effect here, but not on what is started
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, whichever test of a process needs it first
 
