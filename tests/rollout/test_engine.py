@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -667,3 +669,45 @@ def test_a_fingerprint_keeps_no_tensor_in_memory() -> None:
     assert len(found) == 64 and found.untyped_storage().nbytes() == 64 * 4
     assert len({int(x) % 1000 for x in found}) > 32  # not all of one column
     assert some_elements(torch.zeros(0)).numel() == 0 and some_elements(torch.tensor(3.0)).tolist() == [3.0]
+
+
+SLOW = """
+import asyncio, sys, time
+sys.path[:0] = {paths!r}
+import torch
+from dapo.model.loading import copy_model
+from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.native import engine
+from helpers import random_model
+
+engine.CLOSE_SECONDS = 0.05
+
+async def run():
+    model = copy_model(random_model("qwen2", num_hidden_layers=1), torch.float32)
+    slow = engine.NativeEngine(model, (1,), max_sequence_tokens=32, max_concurrent_samples=4)
+
+    def stretch(told):
+        end, matrix = time.monotonic() + 1, torch.randn(800, 800)
+        while time.monotonic() < end:
+            torch.linalg.matrix_power(matrix, 30)
+        yield []
+
+    slow._decoder.stretch = stretch
+    waiting = asyncio.ensure_future(anext(slow.generate([Request(0, (3,), (1,), Sampling(1.0, 8))])))
+    await asyncio.sleep(0.2)
+    for closed in (slow.close(), asyncio.wait_for(waiting, 0.2)):
+        try:
+            await closed
+        except EngineError as error:
+            print(error)
+
+asyncio.run(run())
+"""
+
+
+def test_a_step_that_outlasts_the_close_does_not_abort_the_process() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", SLOW.format(paths=sys.path)], capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == ["the engine's thread did not stop within 0.05 s"] * 2

@@ -295,7 +295,8 @@ async def serve(
         for ranker in service.rankers.values():
             await ranker.close()
         if service.loaded is not None:
-            await service.loaded.close()
+            for problem in await service.loaded.close():
+                say(problem)
         elif service.state == "draining":  # a signal came, and no thread that loads can be told
             os._exit(0)
 

@@ -174,11 +174,11 @@ class ServedModel:
         for door in self.doors.values():
             door.release(reason)
 
-    async def close(self) -> None:
+    async def close(self) -> list[str]:
+        """What went wrong with it."""
         self.turn_away("the server has ended")
-        for door in self.doors.values():
-            for engine in door.engines:
-                await engine.close()
+        every = (engine.close() for door in self.doors.values() for engine in door.engines)
+        return [str(found) for found in await asyncio.gather(*every, return_exceptions=True) if found]
 
 
 def _check(engine: LocalEngine, requests: Sequence[Request]) -> None:

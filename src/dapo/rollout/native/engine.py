@@ -10,6 +10,7 @@ with an :class:`EngineError` if the decoder fails, or with :meth:`NativeEngine.c
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import itertools
 import threading
@@ -27,7 +28,7 @@ from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, check_arrived, check_given, check_known, some_elements
 from dapo.rollout.native.decoder import AnyDecoder, Decoder, Told
 
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS, END_SECONDS = 10.0, 60.0  # to end in: on request, and at the end of the process
 DRAFT_SECONDS = 4e-4  # for each stream, between two times that they are told of drafts: so much of the lock it takes
 
 _Event = Sample | Draft | BaseException | None  # None: a sample that was cancelled
@@ -228,8 +229,11 @@ class NativeEngine:
             self._changed.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
-            if self._thread.is_alive():
-                raise EngineError(f"the engine's thread did not stop within {CLOSE_SECONDS:g} s")
+            if self._thread.is_alive():  # one inside of PyTorch when the interpreter ends aborts the process
+                atexit.register(self._thread.join, END_SECONDS)
+                error = EngineError(f"the engine's thread did not stop within {CLOSE_SECONDS:g} s")
+                self._fail_streams(error)
+                raise error
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
