@@ -183,7 +183,6 @@ def test_agreement_and_the_pairs_to_ask_about() -> None:
         ("adapter_config.json", '{"task_type": "CAUSAL_LM"}', False),
         ("config.json", '{"architectures": ["LlamaForSequenceClassification"]}', True),
         ("config.json", "[]", False),
-        ("value_head.safetensors", "", True),
     ],
 )
 def test_a_reward_model_is_known_by_its_files(name: str, text: str, ranks: bool, tmp_path: Path) -> None:
