@@ -498,8 +498,8 @@ def test_a_server_that_is_restarted_costs_time_and_no_grade():
 def test_the_key_is_sent_and_nowhere_else(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("MY_KEY", " secret-12345\n")
     caplog.set_level("DEBUG")
-    no_http = (200, b"", {"secret-12345 has spaces": "1"})
-    with serving([chat("Grade: 5"), (503, b"secret-12345?"), no_http]) as server:
+    replies = {"other": (503, b"secret-12345?"), "another": (200, b"", {"secret-12345 has spaces": "1"})}
+    with serving(lambda _, body: replies.get(response_in(body), chat("Grade: 5"))) as server:
         settings = config(server.url, token_env="MY_KEY", cache=str(tmp_path), give_up_after_s=0.01)
         score(settings)
         refused, broken = score(settings, "other"), score(settings, "another")
