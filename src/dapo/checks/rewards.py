@@ -61,16 +61,12 @@ def forms_of(reward: RewardConfig) -> tuple[Form, ...]:
             judge = reward.rewards.get(reward.correct or "")
             return forms_of(judge) if judge is not None else _COMMON
         case _:
-            return (_BARE,) if _is_costly(reward) else _COMMON
+            return (_BARE,) if isinstance(reward, RemoteReward) else _COMMON
 
 
 def _program(prompt: Prompt, key: str) -> str | None:
     solution = prompt.meta.get(key)
     return f"```python\n{solution}\n```" if isinstance(solution, str) else None
-
-
-def _is_costly(reward: Any) -> bool:
-    return isinstance(reward, RemoteReward)
 
 
 def impatient(reward: RewardConfig) -> RewardConfig:
@@ -121,7 +117,7 @@ def check_reward(context: CheckContext) -> Iterator[Finding]:
 
 
 async def _start(context: CheckContext, reward: RewardConfig, findings: list[Finding]) -> None:
-    remote = any(map(_is_costly, plain_rewards(reward)))
+    remote = any(isinstance(one, RemoteReward) for one in plain_rewards(reward))
     name = "reward-server" if remote else "reward"
     try:
         async with running(make_scorer(reward)) as scorer:
@@ -136,7 +132,7 @@ async def _start(context: CheckContext, reward: RewardConfig, findings: list[Fin
 
 def _mended(reward: RewardConfig) -> str:
     keys = {"function": "mend the function, or reward.function=FILE.py:NAME of another", "model": "reward.path=FOLDER"}
-    if any(map(_is_costly, plain_rewards(reward))):
+    if any(isinstance(one, RemoteReward) for one in plain_rewards(reward)):
         return "start the server, or set reward.url to where it is"
     return keys.get(reward.kind, "mend the reward; dapo reward check RECIPE FILES tries it on labelled cases")
 
@@ -174,7 +170,7 @@ async def verify(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> l
             return found
     doubted = {doubt.position for doubt in doubts}
     sound = [prompt for place, prompt in enumerate(prompts) if place not in doubted] or list(prompts)
-    costly = any(map(_is_costly, plain_rewards(config.reward))) or config.reward.kind == "model"
+    costly = any(isinstance(one, RemoteReward) for one in plain_rewards(config.reward)) or config.reward.kind == "model"
     few = spread(sound, COSTLY_PROMPTS if costly else PROMPTS)
     return found + await _on_answers(config, scorer, few)
 

@@ -212,13 +212,17 @@ def training_prompts(
     looked_at = f"{report.rows}" if report.whole else f"the first {report.checked} (of {report.rows})"
     for fault in report.faults:
         listener.warning(f"data.train: a bad row is skipped: {fault}")
-    for count, what in (
+    noted = [
         (report.bad, "rows are bad and skipped"),
         (report.too_long, f"prompts are longer than data.max_prompt_length={data.max_prompt_length} and left out"),
-        (report.duplicates, "rows repeat the prompt of an earlier row"),
-        (report.conflicts, "rows repeat the prompt of an earlier row with another answer"),
-    ):
-        if count and not (config.environment.on and "repeat" in what):  # those are told apart by other keys, too
+    ]
+    if not config.environment.on:  # rows of episodes are told apart by other keys, too
+        noted += [
+            (report.duplicates, "rows repeat the prompt of an earlier row"),
+            (report.conflicts, "rows repeat the prompt of an earlier row with another answer"),
+        ]
+    for count, what in noted:
+        if count:
             listener.warning(f"data.train: {count} of {looked_at} {what}")
     for what, places in report.doubts.items():
         listener.warning(f"data.train: {len(places)} of {looked_at} rows {what}, such as {places[0]}")

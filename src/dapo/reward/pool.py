@@ -24,9 +24,9 @@ from dapo.reward.worker import HEADER, children_of, encode, processor_s
 
 _START_TIMEOUT_S = 120.0  # for the imports of a worker on a busy machine
 _DYING_S = 1.0  # for the exit status of a worker whose pipes have closed
+_CLOSE_TIMEOUT_S = 5.0  # for killed processes to end
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """One each, unless the user says otherwise: hundreds of workers with a thread a core are more than a system allows."""
-_CLOSE_TIMEOUT_S = 5.0  # for killed processes to end
 
 
 class ScoringFailed(Exception):
