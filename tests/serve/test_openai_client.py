@@ -244,7 +244,7 @@ def test_a_stream_whose_engine_fails_ends_with_an_error(folder: Path) -> None:
         def broken() -> None:
             raise RuntimeError("the card fell off")
 
-        server.model.doors["tiny"].engines[0]._decoder.step = broken  # type: ignore[assignment,method-assign]
+        server.model.doors["tiny"].engines[0]._decoder.stretch = broken  # type: ignore[assignment,method-assign]
         with pytest.raises(openai.APIError, match="the card fell off"):
             list(chunks)
 
