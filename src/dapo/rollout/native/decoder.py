@@ -49,18 +49,17 @@ class Decoder:
         stop_texts: StopTexts | None = None,
         stretch: int = STRETCH,
         prefill_tokens: int = PREFILL_TOKENS,
-        ahead: bool = True,
     ) -> None:
         """
         Args:
             runner: the device's side.
-            pages, page_tokens: of the pool, page 0 included; 0 tokens: the runner has no pages, and room for all rows.
+            pages, page_tokens: of the pool, page 0 included; 0 tokens: the runner has no pages but room for each row,
+                and no prompt is computed before it can start.
             max_sequence_tokens: longest prompt and response together.
             vocabulary: token ids are below it.
             stop_token_ids: each ends a response and belongs to it.
             stretch: steps between two looks at the device.
             prefill_tokens: of prompts that are computed in one pass (a longer one goes alone); below 0: each alone.
-            ahead: whether a pass computes prompts that cannot start yet, too.
 
         Raises:
             EngineError: the pool cannot hold a single sequence.
@@ -85,7 +84,6 @@ class Decoder:
         self._stop_texts = stop_texts
         self._stretch = stretch
         self._prefill_tokens = prefill_tokens
-        self._ahead = ahead
         self.sleep, self.wake = runner.sleep, runner.wake  # while nothing is left to do
         self._pages = PageAllocator(pages)
         self._tables = BlockTables(self._pages, runner.rows, max_sequence_tokens, page_tokens)
@@ -124,7 +122,9 @@ class Decoder:
 
         for waiting in self._waiting:
             waiting.sequences = deque(filter(stays, waiting.sequences))
-        self._forget_empty()
+            if not waiting.sequences:
+                self._uncompute(waiting)
+        self._waiting = deque(w for w in self._waiting if w.sequences)
         self._end([row for row, sequence in self._rows.items() if not stays(sequence)])
         if self._leaving is not None:
             sequences, fetch = self._leaving
@@ -169,7 +169,7 @@ class Decoder:
 
     def stretch(self, told: Told) -> Iterator[list[tuple[int, Sample | Draft]]]:
         """Admit and decode. While the device is at work, yields the samples that finished in the stretch before, and
-        drafts as they were after it; one step is not worth waiting for."""
+        drafts as they were after it."""
         drafts = self._drafts(told) if told else list[tuple[int, Draft]]
         self._admit()
         if not self._rows:
@@ -182,12 +182,12 @@ class Decoder:
         self._runner.run(self._runner.rung(max(self._rows) + 1), steps, variant, self._tables.table)
         yield [*self.finished(), *drafts()]
         self._collect()
-        if self._stretch == 1:
+        if self._stretch == 1:  # too short to be worth a wait
             yield [*self.finished()]
 
-    def step(self) -> list[tuple[int, Sample | Draft]]:
+    def step(self) -> list[tuple[int, Sample]]:
         """The same at once, without drafts."""
-        return [one for some in self.stretch({}) for one in some]
+        return [(key, one) for some in self.stretch({}) for key, one in some if isinstance(one, Sample)]
 
     # -- admit -----------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Decoder:
             spare = self._pages.free - self._next_pages()
             if batch and (tokens > self._prefill_tokens or pages_for(waiting.cached, self._page_tokens) > spare):
                 break
-            if not self._ahead and sum(len(w.sequences) for w in batch) >= rows:
+            if not self._page_tokens and sum(len(w.sequences) for w in batch) >= rows:
                 break
             if not batch and not self._make_room(pages_for(waiting.cached, self._page_tokens)):
                 return False
@@ -295,9 +295,9 @@ class Decoder:
     def _grow(self) -> int:
         """Give every row the pages of the next stretch; take them from prompts computed ahead and from the youngest.
         Returns the stretch's length: no longer than the last row can go on."""
+        if self._stretch == 1 and not self._page_tokens:
+            return 1
         while True:
-            if self._stretch == 1 and not self._page_tokens:
-                return 1
             rows = np.fromiter(self._rows, np.int64)
             limits = np.array([sequence.limit for sequence in self._rows.values()], np.int64)
             steps = np.minimum(limits - self._generated[rows], self._stretch)
@@ -394,9 +394,3 @@ class Decoder:
         if waiting.pages is not None:
             self._pages.release(waiting.pages)
             waiting.pages = waiting.prompt = None
-
-    def _forget_empty(self) -> None:
-        for waiting in self._waiting:
-            if not waiting.sequences:
-                self._uncompute(waiting)
-        self._waiting = deque(w for w in self._waiting if w.sequences)

@@ -65,7 +65,6 @@ def slot_decoder(
         stop_texts=None if decode is None else StopTexts(decode),
         stretch=1,
         prefill_tokens=-1 if deterministic else PREFILL_TOKENS,
-        ahead=False,
     )
 
 
@@ -216,9 +215,9 @@ class SlotRunner(RowsRunner):
         try:
             stores = [_untouched_zeros(self._shape, self._dtype) for _ in range(2 * self.layers)]
         except (OSError, OverflowError, ValueError, MemoryError):
-            size = 2 * self.layers * math.prod(self._shape) * self._dtype.itemsize
+            slots, size = self._shape[0], 2 * self.layers * math.prod(self._shape) * self._dtype.itemsize
             raise ModelError(
-                f"keys and values of {self._shape[0]:,} sequences of {self.max_tokens:,} tokens take {size_text(size)}, "
+                f"keys and values of {slots:,} sequences of {self.max_tokens:,} tokens take {size_text(size)}, "
                 "which this machine does not give; lower rollout.max_concurrent_samples or rollout.max_response_length"
             ) from None
         self.keys, self.values = stores[::2], stores[1::2]  # both or neither
@@ -232,11 +231,11 @@ class _Prefill:
         self._packed = PackedAttention(lengths)
 
     def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        for prompt, k, v in zip(
-            self._prompts, key[0].split(self._lengths, 1), value[0].split(self._lengths, 1), strict=True
-        ):
-            prompt.keys.append(k)
-            prompt.values.append(v)
+        end = 0
+        for prompt, length in zip(self._prompts, self._lengths, strict=True):
+            start, end = end, end + length
+            prompt.keys.append(key[0, :, start:end])
+            prompt.values.append(value[0, :, start:end])
         return self._packed.attend(spec, query, key, value)
 
 
