@@ -190,9 +190,10 @@ class SlotRunner(RowsRunner):
         if top := min(variant.top, logits.shape[1]):
             state.keep_top(top)
             assert state.top_ids is not None and state.top_logprobs is not None
-            likeliest = zip((state.top_ids, state.top_logprobs), top_logprobs(logits, settings, top), strict=True)
-            for kept, found in likeliest:
-                kept.numpy()[index, at, :top] = found.numpy()
+            ids, _ = top_logprobs(logits, settings, top)
+            values = torch.log_softmax(logits / settings.divisors, dim=-1).gather(1, ids)  # the bits of a token drawn
+            state.top_ids.numpy()[index, at, :top] = ids.numpy()
+            state.top_logprobs.numpy()[index, at, :top] = values.numpy()
         uniform = torch.from_numpy(rows_of["uniforms"][index, at])
         drawn = sample(logits, uniform, settings, truncate=variant.truncate)
         tokens, logprobs = drawn[0].numpy(), drawn[1].numpy()
