@@ -1104,7 +1104,7 @@ def test_settings_of_the_compiler_hold_in_the_threads_that_compile(
     in_notebook: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch keeps them in context variables (those of 2.13 at least), which a plain thread begins without."""
-    limits: dict[str, set[int]] = {"update": set(), "step": set()}
+    limits: dict[str, set[int]] = {"update": set(), "stretch": set()}
 
     def noted(owner: Any, name: str) -> None:
         method = getattr(owner, name)
@@ -1133,7 +1133,7 @@ def test_settings_of_the_compiler_hold_in_the_threads_that_compile(
             asyncio.run(notebook())
         else:
             run(tmp_path / "run")
-    assert limits == {"update": {77}, "step": {77}}
+    assert limits == {"update": {77}, "stretch": {77}}
 
 
 def test_a_checkpoint_that_cannot_be_written_does_not_hide_why_the_run_stopped(
