@@ -22,7 +22,7 @@ from typing import Any
 
 POINTS = {
     "metrics": "dapo.observe.metrics:MetricsLog.append",
-    "rollout": "dapo.rollout.native.decoder:Decoder.step",
+    "rollout": "dapo.rollout.native.decoder:Decoder.stretch",
     "prepare": "dapo.training.learner:LocalLearner.annotated",
     "update": "dapo.training.trainer:Trainer.update",
     "evaluation": "dapo.orchestrator.evaluator:evaluate",

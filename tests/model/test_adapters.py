@@ -18,7 +18,7 @@ from dapo.model.forward import hidden_states, output_head
 from dapo.model.loading import copy_model, load_model, load_tokenizer
 from dapo.model.packed import PackedAttention
 from dapo.rollout.engine import Request, Sampling
-from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.slots import slot_decoder
 from helpers import VOCAB, random_model
 
 peft = pytest.importorskip("peft")
@@ -97,7 +97,7 @@ def test_the_decoder_decodes_with_the_adapter_as_generate_does(tmp_path: Path) -
     decoded = []
     for folder in ("adapter", "base"):
         model = copy_model(load_model(tmp_path / folder), torch.float32)
-        decoder = Decoder(model, (1,), max_sequence_tokens=48, max_concurrent_samples=3)
+        decoder = slot_decoder(model, (1,), max_sequence_tokens=48, max_concurrent_samples=3)
         for i, prompt in enumerate(prompts):
             decoder.submit(0, Request(i, prompt, (0,), Sampling(0.0, 20)))
         samples = []

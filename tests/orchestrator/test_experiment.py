@@ -41,9 +41,9 @@ from dapo.orchestrator.launch import run_experiment, run_to_end
 from dapo.orchestrator.resume import check_resumable
 from dapo.orchestrator.step_metrics import WATCHED
 from dapo.rollout.engine import EngineError
-from dapo.rollout.native import decoder
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
+from dapo.rollout.native.in_flight import SampleInFlight
 from dapo.training.checkpoint import load_tensors
 from dapo.training.trainer import Trainer
 from dapo.util.asynchronous import in_thread
@@ -982,17 +982,17 @@ def test_a_step_whose_engine_has_other_weights_ends_the_run_and_is_sampled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"training.steps": 2, "algorithm.proximal": "recompute"}
-    plain, off = decoder._sample, {0: 0.9, 1: 1.5}
+    plain, off = SampleInFlight.sample, {0: 0.9, 1: 1.5}
 
-    def wrong(row: Any, reason: Any) -> Any:
-        sample = plain(row, reason)
+    def wrong(*given: Any) -> Any:
+        sample = plain(*given)
         return replace(sample, logprobs=sample.logprobs - off[int(sample.versions[0])])
 
     with (
         monkeypatch.context() as patch,
         pytest.raises(UserError, match=r"other weights .* by 1\.\d+ nats .*\n1 step was"),
     ):
-        patch.setattr(decoder, "_sample", wrong)
+        patch.setattr(SampleInFlight, "sample", wrong)
         run(tmp_path / "run", changes)
     run(tmp_path / "run", changes, resume=RunFolder(tmp_path / "run"))
     steps = steps_of(tmp_path / "run")
@@ -1018,14 +1018,14 @@ def test_an_engine_that_fails_half_way_ends_the_run_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Entry 94: the cause is named, nobody waits for ever."""
-    plain, done = Decoder.step, []
+    plain, done = Decoder.stretch, []
 
-    def step(self: Decoder) -> Any:
+    def stretch(self: Decoder, told: Any) -> Any:
         if done:
             raise MemoryError("no memory for the cache")
-        return plain(self)
+        return plain(self, told)
 
-    monkeypatch.setattr(Decoder, "step", step)
+    monkeypatch.setattr(Decoder, "stretch", stretch)
     listener = Recorder(on_step=done.append)
     started = time.monotonic()
     with pytest.raises(EngineError, match="MemoryError: no memory for the cache"):
@@ -1035,10 +1035,10 @@ def test_an_engine_that_fails_half_way_ends_the_run_and_nothing_is_lost(
 
 
 def test_an_engine_that_fails_in_an_evaluation_is_not_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(self: Decoder) -> Any:
+    def stretch(self: Decoder, told: Any) -> Any:
         raise MemoryError("no memory for the cache")
 
-    monkeypatch.setattr(Decoder, "step", step)
+    monkeypatch.setattr(Decoder, "stretch", stretch)
     with pytest.raises(EngineError, match="no memory"):
         run(tmp_path / "run", heldout=PROMPTS[:2])
 
@@ -1105,7 +1105,7 @@ def test_settings_of_the_compiler_hold_in_the_threads_that_compile(
     in_notebook: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch keeps them in context variables (those of 2.13 at least), which a plain thread begins without."""
-    limits: dict[str, set[int]] = {"update": set(), "step": set()}
+    limits: dict[str, set[int]] = {"update": set(), "stretch": set()}
 
     def noted(owner: Any, name: str) -> None:
         method = getattr(owner, name)
@@ -1117,7 +1117,7 @@ def test_settings_of_the_compiler_hold_in_the_threads_that_compile(
         monkeypatch.setattr(owner, name, call)
 
     noted(Trainer, "update")
-    noted(Decoder, "step")
+    noted(Decoder, "stretch")
     load = Experiment.load
 
     def raises_the_limit(self: Experiment, wait: Any) -> None:  # as compiling layers does, once the model is loaded
@@ -1134,7 +1134,7 @@ def test_settings_of_the_compiler_hold_in_the_threads_that_compile(
             asyncio.run(notebook())
         else:
             run(tmp_path / "run")
-    assert limits == {"update": {77}, "step": {77}}
+    assert limits == {"update": {77}, "stretch": {77}}
 
 
 def test_a_checkpoint_that_cannot_be_written_does_not_hide_why_the_run_stopped(

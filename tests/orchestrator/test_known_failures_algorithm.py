@@ -256,7 +256,7 @@ def test_after_a_large_update_engine_and_trainer_agree_again_failures_36(tmp_pat
         samples = read_samples(RunFolder(tmp_path / "run").samples / f"step-{step:05d}.jsonl")
         assert len(samples) >= 16 and all(s["versions"] == [step - 1, step - 1] for s in samples)
     assert made.roles.engine.version == made.roles.learner.trainer.version == 3
-    engine = dict(made.roles.engine._decoder.model.named_parameters())  # type: ignore[attr-defined]
+    engine = dict(made.roles.engine._decoder._runner.model.named_parameters())  # type: ignore[attr-defined]
     for name, parameter in made.roles.learner.trainer.policy.model.named_parameters():
         assert torch.equal(engine[name], parameter.to(engine[name].dtype))
 

@@ -130,7 +130,7 @@ def test_a_run_that_goes_on_in_another_folder_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize(
     ("owner", "method", "numbers"),
-    [(Trainer, "update", (1, 4)), (Decoder, "step", (57,)), (Trainer, "publish", (3,))],
+    [(Trainer, "update", (1, 4)), (Decoder, "stretch", (57,)), (Trainer, "publish", (3,))],
 )
 def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(
     tmp_path: Path, technique: str, owner: type, method: str, numbers: tuple[int, ...], wholes: dict[str, Any]
@@ -204,7 +204,7 @@ def test_stopped_before_the_first_checkpoint_starts_again(tmp_path: Path) -> Non
     run(tmp_path / "whole", LONG, heldout=PROMPTS[:4])
     folder = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, Decoder, "step", 3)  # in the evaluation before training
+        stop_at(patch, Decoder, "stretch", 3)  # in the evaluation before training
         with pytest.raises((Stopped, EngineError)):
             run(folder, LONG, heldout=PROMPTS[:4])
     assert Checkpoints(RunFolder(folder).checkpoints).latest() is None
@@ -246,7 +246,7 @@ def test_finished_samples_of_an_interrupted_rollout_are_kept(tmp_path: Path) -> 
     """Without pinned shapes: the same prompts, versions, learning rates and optimizer, and no sample twice."""
     free = {"runtime.deterministic": False, "run.save_every": 1}
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, Decoder, "step", 52)
+        stop_at(patch, Decoder, "stretch", 52)
         with pytest.raises((Stopped, EngineError)):
             run(tmp_path, LONG | free | {"rollout.max_concurrent_samples": 8}, heldout=PROMPTS[:4])
     saved = last_checkpoint(tmp_path)

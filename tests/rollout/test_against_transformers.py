@@ -13,7 +13,7 @@ import torch
 
 from dapo.model.loading import copy_model, load_model
 from dapo.rollout.engine import Request, Sampling
-from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.slots import slot_decoder
 from helpers import ARCHITECTURES, VOCAB, random_model
 
 PROMPT_LENGTHS = (1, 3, 7, 20, 33)
@@ -104,7 +104,7 @@ def _prompts(seed: int = 3) -> list[tuple[int, ...]]:
 
 
 def _decode(model, prompts, seeds=(0,), temperature=0.0, slots=4, stop=(1,), dtype=torch.float32, **options):
-    decoder = Decoder(
+    decoder = slot_decoder(
         copy_model(load_model(copy.deepcopy(model)), dtype),
         stop,
         max_sequence_tokens=64,

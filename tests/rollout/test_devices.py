@@ -153,7 +153,7 @@ def test_the_second_engine_evaluates_as_the_first_with_weights_of_its_own(tmp_pa
         await second.close()
 
     asyncio.run(both())
-    assert second._decoder.cache.slots == 4 and second._decoder.cache.max_tokens == 4 + 5
+    assert second._decoder._runner.rows == 4 and second._decoder._runner.max_tokens == 4 + 5
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +28,8 @@ from dapo.rollout.engine import (
     hand_over,
     some_elements,
 )
-from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
+from dapo.rollout.native.slots import slot_decoder
 from helpers import random_model
 
 MODEL = load_model(random_model("qwen2", num_hidden_layers=1))
@@ -59,7 +60,7 @@ def collect(engine: NativeEngine, requests: list[Request]) -> dict:
 )
 def test_every_requested_sample_comes_back_exactly_once(requests, slots, deterministic) -> None:
     """Any mix of samples per prompt, prompt lengths and limits, in fewer or more slots than samples."""
-    decoder = Decoder(
+    decoder = slot_decoder(
         MODEL, (1, 2, 3, 4), max_sequence_tokens=20, max_concurrent_samples=slots, deterministic=deterministic
     )
     for i, (samples, prompt, limit) in enumerate(requests):
@@ -93,9 +94,9 @@ def test_a_sample_depends_on_its_seed_alone() -> None:
 
 
 def test_a_prompt_is_computed_once_for_its_group() -> None:
-    decoder = Decoder(MODEL, (), max_sequence_tokens=32, max_concurrent_samples=3)
-    prefilled, add_prompts = [], decoder.cache.add_prompts
-    decoder.cache.add_prompts = lambda lengths, users: prefilled.extend(lengths) or add_prompts(lengths, users)
+    decoder = slot_decoder(MODEL, (), max_sequence_tokens=32, max_concurrent_samples=3)
+    prefilled, prefill = [], decoder._runner.prefill
+    decoder._runner.prefill = lambda prompts, pages: prefilled.extend(map(len, prompts)) or prefill(prompts, pages)
     for i in range(4):
         decoder.submit(0, Request(i, tuple(range(2, 5 + i)), (1, 2, 3, 4, 5), Sampling(1.0, 4)))
     finished = []
@@ -106,16 +107,17 @@ def test_a_prompt_is_computed_once_for_its_group() -> None:
 
 
 def test_stored_prompts_are_released_with_their_last_sample() -> None:
-    decoder = Decoder(MODEL, (), max_sequence_tokens=32, max_concurrent_samples=2)
+    decoder = slot_decoder(MODEL, (), max_sequence_tokens=32, max_concurrent_samples=2)
     decoder.submit(0, Request(0, (2, 3), (1, 2, 3), Sampling(1.0, 2)))
     waiting = decoder._waiting[0]
     decoder.step()
-    assert waiting.prompt.users == 1
-    assert waiting.prompt.keys
+    prompt = weakref.ref(waiting.prompt.keys[0])
+    assert len(waiting.sequences) == 1
+    del waiting
     while decoder.busy:
+        assert prompt() is not None or not decoder._waiting
         decoder.step()
-    assert waiting.prompt.users == 0
-    assert not waiting.prompt.keys
+    assert prompt() is None
 
 
 def test_new_weights_reach_the_head_that_is_held_in_float32() -> None:
@@ -174,11 +176,11 @@ def test_a_request_that_cannot_be_served_is_refused(request_: Request, message: 
 def test_a_failure_reaches_every_waiter_and_the_engine_recovers() -> None:
     async def run() -> None:
         engine = make_engine()
-        step, engine._decoder.step = engine._decoder.step, lambda: 1 / 0
+        stretch, engine._decoder.stretch = engine._decoder.stretch, lambda told: 1 / 0
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             async for _ in engine.generate([Request(0, (5,), (1,), PLAIN)]):
                 pass
-        engine._decoder.step = step
+        engine._decoder.stretch = stretch
         assert len([s async for s in engine.generate([Request(0, (5,), (1,), PLAIN)])]) == 1
         await engine.close()
 
@@ -260,9 +262,9 @@ def test_sleep_gives_the_cache_back_and_the_next_request_takes_it_again() -> Non
     async def run() -> None:
         engine = make_engine()
         assert len([s async for s in engine.generate([Request(0, (5,), (1,), PLAIN)])]) == 1
-        assert engine._decoder.cache._keys
+        assert engine._decoder._runner.keys
         await engine.sleep()
-        assert not engine._decoder.cache._keys
+        assert not engine._decoder._runner.keys
         await engine.wake()
         assert len([s async for s in engine.generate([Request(0, (5,), (1,), PLAIN)])]) == 1
         await engine.close()
@@ -362,21 +364,21 @@ def test_the_engine_outlives_the_event_loop_of_a_consumer() -> None:
 
 
 def test_a_fault_while_samples_start_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = Decoder(MODEL, (1,), max_sequence_tokens=40, max_concurrent_samples=4)
+    decoder = slot_decoder(MODEL, (1,), max_sequence_tokens=40, max_concurrent_samples=4)
     good = Request(0, (3, 4), (5, 6, 7), Sampling(1.0, 5))
-    start, calls = decoder.cache.start, itertools.count()
+    begin, calls = decoder._runner._begin, itertools.count()
 
-    def failing(prompt: Any) -> int:
+    def failing(start: Any) -> None:
         if next(calls) == 2:
             raise MemoryError
-        return start(prompt)
+        begin(start)
 
-    monkeypatch.setattr(decoder.cache, "start", failing)
+    monkeypatch.setattr(decoder._runner, "_begin", failing)
     decoder.submit(0, good)
     with pytest.raises(MemoryError):
         decoder.step()
     decoder.reset()
-    assert decoder.cache.room() == 4
+    assert not decoder._rows and (decoder._runner.progress().lengths < 0).all()
     decoder.submit(0, good)
     found = []
     while decoder.busy:
@@ -385,7 +387,7 @@ def test_a_fault_while_samples_start_leaves_the_cache_as_it_was(monkeypatch: pyt
 
 
 def test_requests_without_samples_and_odd_seeds() -> None:
-    decoder = Decoder(MODEL, (1,), max_sequence_tokens=40, max_concurrent_samples=4)
+    decoder = slot_decoder(MODEL, (1,), max_sequence_tokens=40, max_concurrent_samples=4)
     decoder.submit(0, Request(0, (3,), (), Sampling(1.0, 5)))
     assert not decoder.busy
     with pytest.raises(EngineError, match="a seed is -1"):
@@ -397,7 +399,7 @@ def test_requests_without_samples_and_odd_seeds() -> None:
 def test_prompts_that_wait_are_computed_with_the_weights_in_use() -> None:
     """Two rows, four samples: the last two start after the weights have become zero, so every token is as likely."""
     model = copy_model(load_model(random_model("qwen2")), torch.float32)
-    decoder = Decoder(model, (1,), max_sequence_tokens=40, max_concurrent_samples=2)
+    decoder = slot_decoder(model, (1,), max_sequence_tokens=40, max_concurrent_samples=2)
     decoder.submit(0, Request(0, (3, 4), (5, 6, 7, 8), Sampling(1.0, 3)))
     found = decoder.step()
     with torch.no_grad():
@@ -418,38 +420,20 @@ def test_prompts_that_wait_are_computed_with_the_weights_in_use() -> None:
 def test_a_pass_over_prompts_is_bounded_and_pinned_shapes_have_one_prompt_each(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool, expected: list[list[int]]
 ) -> None:
-    monkeypatch.setattr("dapo.rollout.native.decoder.PREFILL_TOKENS", 9)
-    decoder = Decoder(MODEL, (), max_sequence_tokens=20, max_concurrent_samples=8, deterministic=deterministic)
+    monkeypatch.setattr("dapo.rollout.native.slots.PREFILL_TOKENS", 9)
+    decoder = slot_decoder(MODEL, (), max_sequence_tokens=20, max_concurrent_samples=8, deterministic=deterministic)
     passes: list[list[int]] = []
-    add = decoder.cache.add_prompts
-    monkeypatch.setattr(decoder.cache, "add_prompts", lambda sizes, users: (passes.append(sizes), add(sizes, users))[1])
+    prefill = decoder._runner.prefill
+
+    def noted(prompts: Any, pages: Any) -> Any:
+        passes.append([len(prompt) for prompt in prompts])
+        return prefill(prompts, pages)
+
+    monkeypatch.setattr(decoder._runner, "prefill", noted)
     for number, size in enumerate((4, 5, 4, 12, 1)):
         decoder.submit(0, Request(number, (5,) * size, (1,), Sampling(1.0, 2)))
     decoder.step()
     assert passes == expected
-
-
-def test_a_prompt_computed_again_is_stored_for_the_samples_that_are_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    decoder = Decoder(MODEL, (), max_sequence_tokens=40, max_concurrent_samples=2)
-    stored: list[Any] = []
-    add = decoder.cache.add_prompts
-
-    def noted(sizes: Any, users: Any) -> Any:
-        context, entries = add(sizes, users)
-        stored.extend(entries)
-        return context, entries
-
-    monkeypatch.setattr(decoder.cache, "add_prompts", noted)
-    decoder.submit(0, Request(0, (3, 4), (5, 6, 7, 8, 9), Sampling(1.0, 3)))
-    decoder.step()
-    decoder.use_weights(1)
-    while decoder.busy:
-        decoder.step()
-    first, again = stored
-    assert first.users == 3  # two of five had begun
-    assert again.users == 0 and not again.keys  # the other three were all that it was for
 
 
 def test_streams_are_told_of_drafts_a_while_apart_but_of_the_first_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

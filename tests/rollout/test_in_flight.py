@@ -25,8 +25,8 @@ from dapo.rollout.engine import Draft, Request, Sampling, hand_over
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.native.paged import build
-from dapo.rollout.native.paged.decoder import PagedDecoder
-from dapo.rollout.native.paged.pages import minimum_pages
+from dapo.rollout.native.pages import minimum_pages
+from dapo.rollout.native.slots import slot_decoder
 from helpers import random_model
 
 PLAIN = [random_model("qwen2", num_hidden_layers=2, seed=seed) for seed in range(3)]
@@ -39,20 +39,18 @@ ASKED = [
 ]
 STEPS = 3  # of a stretch on a device
 
-Either = Decoder | PagedDecoder
-
 
 def engine_model() -> Any:
     return copy_model(load_model(copy.deepcopy(PLAIN[0])), torch.float32)
 
 
 def slots(rows: int = 5, **options: Any) -> Decoder:
-    return Decoder(
+    return slot_decoder(
         engine_model(), (STOP,), max_sequence_tokens=LONGEST, max_concurrent_samples=rows, deterministic=True, **options
     )
 
 
-def paged(rows: int = 5, pages: int | None = None, device: str = "cpu", **options: Any) -> PagedDecoder:
+def paged(rows: int = 5, pages: int | None = None, device: str = "cpu", **options: Any) -> Decoder:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "PAGE_TOKENS", 4)
         patch.setattr(build, "STRETCH", STEPS)
@@ -68,17 +66,17 @@ def paged(rows: int = 5, pages: int | None = None, device: str = "cpu", **option
         )
 
 
-def crowded(rows: int = 6, device: str = "cpu") -> PagedDecoder:
+def crowded(rows: int = 6, device: str = "cpu") -> Decoder:
     """Its pool holds one sequence of full length: others are interrupted, and begin again from what they had."""
     return paged(rows, minimum_pages(LONGEST, 4), device)
 
 
-def model_of(decoder: Either) -> Any:
-    return decoder.model if isinstance(decoder, Decoder) else decoder._runner.model  # type: ignore[attr-defined]
+def model_of(decoder: Decoder) -> Any:
+    return decoder._runner.model  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
-def push(decoder: Either, version: int) -> None:
+def push(decoder: Decoder, version: int) -> None:
     theirs = dict(PLAIN[version % len(PLAIN)].named_parameters())
     for name, parameter in model_of(decoder).named_parameters():
         parameter.copy_(theirs[name])
@@ -107,7 +105,7 @@ def expected_logprobs(prompt: Iterable[int], sample: Sample, continued: Iterable
     return np.concatenate(out)
 
 
-def uncut(make: Callable[..., Either]) -> dict[tuple[int, int], Sample]:
+def uncut(make: Callable[..., Decoder]) -> dict[tuple[int, int], Sample]:
     """What the first weights say without any interruption."""
     decoder = make()
     for request in ASKED:
@@ -147,15 +145,14 @@ def check_run(make: Any, events: list[tuple[int, Any]], rows: int, **options: An
     away: dict[int, list[int]] = {}  # samples that were cancelled, by request
     named: dict[int, tuple[int, int]] = {}  # samples by seed
     version, new_id = 0, itertools.count()
-    if isinstance(decoder, PagedDecoder):
-        start = decoder._runner.start
+    start = decoder._runner.start
 
-        def noted(starts: Any) -> None:
-            for one in starts:
-                cut[named[one.seed]].add(len(one.done.tokens))
-            start(starts)
+    def noted(starts: Any) -> None:
+        for one in starts:
+            cut[named[one.seed]].add(len(one.done.tokens))
+        start(starts)
 
-        decoder._runner.start = noted  # type: ignore[method-assign]
+    decoder._runner.start = noted  # type: ignore[method-assign]
 
     def submit(number: int, which: list[int]) -> None:
         request, have = ASKED[number], [(place, drafts.get((number, i))) for place, i in enumerate(which)]
@@ -289,7 +286,7 @@ def test_a_stream_whose_requests_are_all_cancelled_ends_at_once(make: Any) -> No
     asyncio.run(run())
 
 
-def check_stream(decoder: Either) -> None:
+def check_stream(decoder: Decoder) -> None:
     """What is told of samples, while the device is at the next tokens of theirs and weights change, is how they begin:
     tokens, log-probabilities and versions to the bit."""
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, Sampling
-from dapo.rollout.native.paged.decoder import PagedDecoder
-from dapo.rollout.native.paged.device import Progress, Response, RowStart, Variant
-from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, minimum_pages
+from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.pages import BlockTables, PageAllocator, PageArray, minimum_pages, slots_of
+from dapo.rollout.native.runner import Progress, Response, RowStart, Variant
 from dapo.rollout.native.stopping import StopTexts
 
 VOCABULARY = 50
@@ -61,11 +61,14 @@ class FakeDevice:
     def rung(self, rows: int) -> int:
         return next(r for r in (1, 2, 4, 8, 16, 32, 64) if r >= rows)
 
-    def prefill(self, tokens: np.ndarray, lengths: Sequence[int], slots: np.ndarray) -> None:
-        assert self.awake and sum(lengths) == len(tokens) == len(slots)
-        assert slots.min() >= self.page_tokens, "page 0 belongs to nobody"
-        self.pool.reshape(-1)[slots] = tokens
-        self.computed += len(tokens)
+    def prefill(self, prompts: Sequence[np.ndarray], pages: Sequence[PageArray]) -> list[int]:
+        assert self.awake and len(prompts) == len(pages)
+        for prompt, own in zip(prompts, pages, strict=True):
+            slots = slots_of(own, len(prompt) - 1, self.page_tokens)
+            assert (slots >= self.page_tokens).all(), "page 0 belongs to nobody"
+            self.pool.reshape(-1)[slots] = prompt[:-1]
+            self.computed += len(slots)
+        return [len(prompt) for prompt in prompts]
 
     def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
         self.pool[targets] = self.pool[sources]
@@ -73,7 +76,7 @@ class FakeDevice:
     def start(self, starts: Sequence[RowStart]) -> None:
         for start in starts:
             row = start.row
-            assert self.lengths[row] < 0
+            assert self.lengths[row] < 0 and start.prompt == start.cached + 1
             self.starts[row], self.last[row], self.lengths[row] = start, start.last_token, start.cached
             self.tokens[row] = start.done.tokens.tolist()
             self.generated[row] = len(self.tokens[row])
@@ -118,6 +121,9 @@ class FakeDevice:
     def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> Arrived:
         return Arrived([self.tokens[row][:count] for row, count in zip(rows, counts, strict=True)])
 
+    def use_weights(self) -> None:
+        pass
+
     def sleep(self) -> None:
         self.awake = False
 
@@ -133,9 +139,9 @@ class Arrived:
         return [Response(t, -np.arange(len(t), dtype=np.float32)) for t in self.tokens]
 
 
-def make(rows: int, pages: int, page_tokens: int, max_sequence: int, **options: Any) -> tuple[PagedDecoder, FakeDevice]:
+def make(rows: int, pages: int, page_tokens: int, max_sequence: int, **options: Any) -> tuple[Decoder, FakeDevice]:
     device = FakeDevice(rows, pages, page_tokens)
-    decoder = PagedDecoder(
+    decoder = Decoder(
         device,
         pages=pages,
         page_tokens=page_tokens,
@@ -147,7 +153,7 @@ def make(rows: int, pages: int, page_tokens: int, max_sequence: int, **options: 
     return decoder, device
 
 
-def drain(decoder: PagedDecoder) -> list[tuple[int, Sample]]:
+def drain(decoder: Decoder) -> list[tuple[int, Sample]]:
     out = []
     idle = 0
     while decoder.busy:
@@ -479,9 +485,9 @@ def test_a_pass_over_prompts_is_bounded_and_a_longer_one_goes_alone() -> None:
     decoder, device = make(rows=8, pages=200, page_tokens=4, max_sequence=30, stretch=2, prefill_tokens=9)
     passes: list[list[int]] = []
     prefill = device.prefill
-    device.prefill = lambda tokens, lengths, slots: (  # type: ignore[method-assign]
-        passes.append(list(lengths)),
-        prefill(tokens, lengths, slots),
+    device.prefill = lambda prompts, pages: (  # type: ignore[method-assign]
+        passes.append([len(prompt) - 1 for prompt in prompts]),
+        prefill(prompts, pages),
     )[1]
     for number, size in enumerate((5, 6, 5, 16, 2)):
         decoder.submit(0, Request(number, (8,) * size, (1,), Sampling(1.0, 2)))
@@ -554,8 +560,7 @@ def test_what_is_told_while_the_device_is_at_work_is_how_the_samples_begin(data:
                 assert event.start == len(shown.setdefault(place, []))
                 shown[place] += zip(event.token_ids, event.logprobs, event.versions, strict=True)
                 told[key][place[1:]] = len(shown[place])  # type: ignore[index]
-            if turn == forgotten:
-                assert told.pop(1) is not None
+            if turn == forgotten and told.pop(1, None) is not None:
                 decoder.cancel(lambda key, _: key == 1)
         if turn in changes:
             decoder.use_weights(turn)

@@ -19,8 +19,15 @@ pytest.importorskip("triton")
 
 from dapo.rollout.engine import Sampling  # noqa: E402
 from dapo.rollout.native.paged import draw_kernels  # noqa: E402
-from dapo.rollout.native.paged.draw import ROWS_AT_ONCE, draw, draw_reference, top_logprobs  # noqa: E402
-from dapo.rollout.native.sampler import RowSettings, most_likely, sample, thresholds, uniforms  # noqa: E402
+from dapo.rollout.native.paged.draw import draw, draw_reference  # noqa: E402
+from dapo.rollout.native.sampler import (  # noqa: E402
+    ROWS_AT_ONCE,
+    RowSettings,
+    sample,
+    thresholds,
+    top_logprobs,
+    uniforms,
+)
 
 ALMOST_ONE = 1 - 2**-53
 INF = math.inf
@@ -60,7 +67,7 @@ def _reference(logits: torch.Tensor, uniform: torch.Tensor, settings: list[Sampl
 
 
 def _sampler(logits: torch.Tensor, uniform: torch.Tensor, settings: list[Sampling]) -> Drawn:
-    return sample(logits.clone(), uniform, settings)
+    return sample(logits.clone(), uniform, RowSettings.of(settings), truncate=True)
 
 
 def _assert_same(found: Drawn, expected: Drawn) -> None:
@@ -309,7 +316,7 @@ def test_the_kernels_draw_kept_tokens_at_their_log_softmax(row: tuple[list[float
     _check(_kernel(torch.tensor([logits]), _uniform(uniform), [one]), logits, one)
 
 
-def test_the_most_likely_tokens_are_those_of_the_sampler_lowest_id_first() -> None:
+def test_the_most_likely_tokens_are_those_of_a_sort_lowest_id_first() -> None:
     count, k = ROWS_AT_ONCE + 3, 8
     logits = _normal(count, 60).mul(2).round().div(2)  # ties
     logits[:, 5:30] = -INF
@@ -317,10 +324,10 @@ def test_the_most_likely_tokens_are_those_of_the_sampler_lowest_id_first() -> No
     settings = [Sampling((0.0, 0.5, 1.0)[i % 3], 1, top_k=2, top_logprobs=k) for i in range(count)]
     ids, logprobs = top_logprobs(logits, RowSettings.of(settings), k)
     assert ids.shape == logprobs.shape == (count, k)
-    for i, expected in enumerate(most_likely(logits, settings)):
-        assert expected is not None
-        assert ids[i].tolist() == expected[0].tolist()
-        torch.testing.assert_close(logprobs[i], expected[1], atol=2e-6, rtol=1e-6)
+    scaled = logits / torch.tensor([one.temperature or 1.0 for one in settings])[:, None]
+    expected = torch.log_softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
+    assert ids.tolist() == expected.indices[:, :k].tolist()
+    torch.testing.assert_close(logprobs, expected.values[:, :k], atol=2e-6, rtol=1e-6)
 
 
 # ---- on a GPU, at the size of a real step

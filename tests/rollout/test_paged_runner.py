@@ -23,9 +23,9 @@ from dapo.rollout.engine import Draft, EngineError, Request, Sampling
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.native.paged import build
-from dapo.rollout.native.paged.decoder import PagedDecoder
-from dapo.rollout.native.paged.pages import minimum_pages
 from dapo.rollout.native.paged.runner import ladder
+from dapo.rollout.native.pages import minimum_pages
+from dapo.rollout.native.slots import slot_decoder
 from helpers import ARCHITECTURES, VOCAB, random_model
 
 PAGE = 4
@@ -45,7 +45,7 @@ def requests(sampling: Sampling, samples: int = 3) -> list[Request]:
     return [Request(i, p, tuple(range(10 * i, 10 * i + samples)), sampling) for i, p in enumerate(prompts)]
 
 
-def run(decoder: Decoder | PagedDecoder, asked: list[Request]) -> dict[tuple[int, int], Sample]:
+def run(decoder: Decoder, asked: list[Request]) -> dict[tuple[int, int], Sample]:
     for request in asked:
         decoder.check(request)
         decoder.submit(0, request)
@@ -61,7 +61,7 @@ def ready(model: Any) -> Any:
     return copy_model(load_model(copy.deepcopy(model)), torch.float32)
 
 
-def paged(model: Any, rows: int = 16, pages: int | None = None, **options: Any) -> PagedDecoder:
+def paged(model: Any, rows: int = 16, pages: int | None = None, **options: Any) -> Decoder:
     model = ready(model)
     size = None if pages is None else pages * build.pool_shape(model).page_bytes
     return build.paged_decoder(
@@ -70,7 +70,7 @@ def paged(model: Any, rows: int = 16, pages: int | None = None, **options: Any) 
 
 
 def slots(model: Any) -> Decoder:
-    return Decoder(ready(model), (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=8)
+    return slot_decoder(ready(model), (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=8)
 
 
 def check_equal(ours: dict[tuple[int, int], Sample], theirs: dict[tuple[int, int], Sample], may_part: int = 0) -> None:

@@ -11,10 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.rollout.engine import Sampling
-from dapo.rollout.native.sampler import RowSettings, most_likely, sample, thresholds, uniforms
+from dapo.rollout.native import sampler
+from dapo.rollout.native.runner import Variant
+from dapo.rollout.native.sampler import RowSettings, thresholds, top_logprobs, uniforms
 from dapo.rollout.seeds import sample_seed
 
 PLAIN = Sampling(temperature=1.0, max_tokens=1)
+
+
+def sample(logits: torch.Tensor, uniform: torch.Tensor, rows: list[Sampling]) -> tuple[torch.Tensor, torch.Tensor]:
+    return sampler.sample(logits, uniform, RowSettings.of(rows), truncate=Variant.of(rows).truncate)
 
 
 def _draw(logits: list[float], settings: Sampling, count: int, seed: int = 0) -> torch.Tensor:
@@ -134,23 +140,20 @@ def test_truncation_by_hand() -> None:
 
 def test_the_most_likely_tokens_are_those_before_truncation() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.1, 0.3], [0.1, 0.5, 0.1, 0.3], [0.25, 0.25, 0.25, 0.25]]).log()
-    rows = [Sampling(1.0, 1, top_k=1, top_logprobs=3), PLAIN, Sampling(0, 1, top_logprobs=2)]
-    first, none, greedy = most_likely(logits.clone(), rows)
-    assert first is not None and none is None and greedy is not None
-    assert first[0].tolist() == [1, 3, 0]  # of two equal ones the lower id
-    assert first[1].exp().tolist() == pytest.approx([0.5, 0.3, 0.1])
-    assert greedy[0].tolist() == [0, 1] and greedy[1].exp().tolist() == pytest.approx([0.25, 0.25])
-    sharper = most_likely(logits.clone(), [Sampling(0.5, 1, top_logprobs=1)] * 3)[0]
-    assert sharper is not None and float(sharper[1].exp()) == pytest.approx(0.25 / (0.25 + 0.09 + 0.01 + 0.01))
+    rows = [Sampling(1.0, 1, top_k=1), Sampling(0.5, 1), Sampling(0, 1)]
+    ids, logprobs = top_logprobs(logits, RowSettings.of(rows), 3)
+    assert ids.tolist() == [[1, 3, 0], [1, 3, 0], [0, 1, 2]]  # of equal ones the lowest id
+    assert logprobs[0].exp().tolist() == pytest.approx([0.5, 0.3, 0.1])
+    assert float(logprobs[1, 0].exp()) == pytest.approx(0.25 / (0.25 + 0.09 + 0.01 + 0.01))
+    assert logprobs[2].exp().tolist() == pytest.approx([0.25] * 3)
 
 
 def test_a_drawn_token_has_the_log_probability_that_is_reported_among_the_likeliest() -> None:
     torch.manual_seed(0)
-    logits, rows = torch.randn(20, 18), [Sampling(0.7, 1, top_logprobs=20)] * 20  # a vocabulary of 18
-    top = most_likely(logits, rows)
+    logits, rows = torch.randn(20, 18), [Sampling(0.7, 1)] * 20
+    ids, values = top_logprobs(logits, RowSettings.of(rows), 18)
     tokens, logprobs = sample(logits.clone(), uniforms(1, 20), rows)
-    for found, token, logprob in zip(top, tokens.tolist(), logprobs.tolist(), strict=True):
-        assert found is not None and found[1][found[0].tolist().index(token)].item() == logprob
+    torch.testing.assert_close(values[ids == tokens[:, None]], logprobs, atol=1e-6, rtol=0)
 
 
 def test_rows_with_different_settings_do_not_disturb_each_other() -> None:

@@ -15,7 +15,7 @@ from dapo.model.loading import copy_model, load_model
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples
 from dapo.rollout.engine import EngineError, Request, Sampling
-from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.slots import slot_decoder
 from dapo.rollout.native.stopping import StopTexts
 from helpers import random_model
 from run_cases import PROMPTS, run
@@ -138,7 +138,7 @@ LETTERS = [bytes([97 + i % 26]) * (1 + i // 26) for i in range(48)]  # a .. z, a
 
 
 def decoded(stop: tuple[str, ...], limit: int = 30, **options: object) -> list:
-    decoder = Decoder(
+    decoder = slot_decoder(
         copy_model(MODEL, torch.float32),
         (),
         max_sequence_tokens=40,
@@ -161,7 +161,7 @@ def test_a_stop_text_in_the_last_place_is_a_stop() -> None:
 
 
 def test_stop_texts_need_a_tokenizer() -> None:
-    decoder = Decoder(MODEL, (), max_sequence_tokens=40, max_concurrent_samples=1)
+    decoder = slot_decoder(MODEL, (), max_sequence_tokens=40, max_concurrent_samples=1)
     with pytest.raises(EngineError, match="request 0: stop texts need a tokenizer"):
         decoder.check(Request(0, (5,), (1,), Sampling(1.0, 8, stop=("a",))))
 

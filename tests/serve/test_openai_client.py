@@ -241,10 +241,10 @@ def test_a_stream_whose_engine_fails_ends_with_an_error(folder: Path) -> None:
         chunks = iter(running)
         next(chunks)
 
-        def broken() -> None:
+        def broken(told: object) -> None:
             raise RuntimeError("the card fell off")
 
-        server.model.doors["tiny"].engines[0]._decoder.step = broken  # type: ignore[assignment,method-assign]
+        server.model.doors["tiny"].engines[0]._decoder.stretch = broken  # type: ignore[assignment,method-assign]
         with pytest.raises(openai.APIError, match="the card fell off"):
             list(chunks)
 

@@ -137,7 +137,7 @@ def test_adapters_are_asked_for_by_name_and_share_the_weights_below(tmp_path: Pa
         assert texts == {name: generated(tmp_path / name) for name in texts} and len(set(texts.values())) == 3
         assert server.complete(model="singer").status_code == 404
         below = [
-            engine._decoder.model.get_input_embeddings().weight.data_ptr()
+            engine._decoder._runner.model.get_input_embeddings().weight.data_ptr()
             for engine in (door.engines[0] for door in server.model.doors.values())
         ]  # type: ignore[attr-defined]
         assert len(set(below)) == 1

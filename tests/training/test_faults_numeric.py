@@ -324,7 +324,7 @@ def test_logits_that_are_not_finite_name_request_sample_and_token():
         passes.append(None)
         return torch.cat([out[:1], out[1:] * math.nan]) if len(passes) > 3 else out
 
-    engine._decoder.model.base_model.norm.register_forward_hook(damage)
+    engine._decoder._runner.model.base_model.norm.register_forward_hook(damage)
     request = Request(7, (3, 4, 5), (11, 12), Sampling(max_tokens=8, temperature=1.0))
     with pytest.raises(EngineError, match="request 7, sample 1: the model's logits at response token 4 are not finite"):
         asyncio.run(generated(engine, [request]))

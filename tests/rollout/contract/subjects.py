@@ -132,7 +132,7 @@ def paged(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     assert isinstance(engine, NativeEngine)
     sizes = {"max_sequence_tokens": PROMPT + RESPONSE, "max_concurrent_samples": SAMPLES}
     stack.enter_context(pytest.MonkeyPatch.context()).setattr(build, "STRETCH", 3)  # otherwise a sample is one stretch
-    engine._decoder = build.paged_decoder(engine._decoder.model, STOPS, decode=template.decode, **sizes)  # type: ignore
+    engine._decoder = build.paged_decoder(engine._decoder._runner.model, STOPS, decode=template.decode, **sizes)  # type: ignore
     return engine, template
 
 

@@ -15,7 +15,7 @@ from dapo.commands.demo.task import ANSWER_MARK, Expression
 from dapo.config import DataConfig, TrainingConfig
 from dapo.data.template import PromptTemplate
 from dapo.rollout.engine import Request, Sampling
-from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.slots import slot_decoder
 from dapo.stages.sft import Demonstration, imitate
 from dapo.training.trainer import Trainer
 
@@ -88,7 +88,7 @@ def warm_up(
 def _skill(model: Any, tokenizer: Any, exam: list[Expression]) -> float:
     """Share of right answers when the response is made to begin with the first step."""
     template = PromptTemplate(DataConfig(template="plain"), tokenizer)
-    decoder = Decoder(model, [tokenizer.eos_token_id], max_sequence_tokens=96, max_concurrent_samples=256)
+    decoder = slot_decoder(model, [tokenizer.eos_token_id], max_sequence_tokens=96, max_concurrent_samples=256)
     for i, expression in enumerate(exam):
         ids = tokenizer(expression.prompt + expression.steps[0][0]).input_ids
         decoder.submit(0, Request(i, tuple(ids), (0,), Sampling(0.0, 48)))

@@ -1,124 +1,37 @@
-"""Continuous batching: requests wait, are prefilled once per prompt, and their samples decode side by side.
+"""Continuous batching: the decoder of the native engine, over a paged cache.
 
-Synchronous and single-threaded; ``engine.py`` runs it in a thread. The three calls of a cycle are *admit* (start as
-many waiting samples as there is room for), *decode* (one token for every row) and *collect* (finished samples out,
-their rows free for the next).
+A GPU works in stretches of several dozen steps, during which nobody looks at it. Between two stretches the host does
+what there is to do: take out what has finished, start what waits, hand out pages. Samples of a stretch are built from
+its arrays while the device is at the next one. A CPU is looked at after every step, and its cache has no pages.
+
+Pages run out before rows do when responses are long. Then prompts that were computed ahead are dropped first, and
+after them the youngest sequences are *preempted*: their pages are released, and they start again later from the tokens
+they had, none of which is drawn a second time. The oldest sequence always goes on, so everything finishes.
+
+Synchronous and single-threaded; ``engine.py`` runs it in a thread. It never touches a tensor itself: the
+:class:`~dapo.rollout.native.runner.Runner` does, and a fake one in the tests.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
-from dapo.model.forward import hidden_states, output_head
-from dapo.records import FinishReason, Sample
-from dapo.rollout.engine import Draft, Request, Sampling
-from dapo.rollout.native.cache import KVCache, PromptEntry, SlotCache
-from dapo.rollout.native.checks import check_request, not_finite
-from dapo.rollout.native.sampler import most_likely, sample, uniforms
+from dapo.records import Sample
+from dapo.rollout.engine import Draft, EngineError, Request
+from dapo.rollout.native.checks import check_request
+from dapo.rollout.native.in_flight import SampleInFlight, Told, Waiting
+from dapo.rollout.native.pages import BlockTables, PageAllocator, PageArray, minimum_pages, pages_for
+from dapo.rollout.native.runner import Fetch, RowStart, Runner, Variant
 from dapo.rollout.native.stopping import StopTexts
 
-PREFILL_TOKENS = 4096  # prompts prefilled in one pass: enough to fill the cores, little memory
-Told = Mapping[int, Mapping[tuple[int, int], int]]
-"""By key, request and index of a sample: how many of its tokens whoever watches has been told."""
-NO_DRAFT = Draft(0, 0, (), (), ())
-
-
-class AnyDecoder(Protocol):
-    """What the engine's thread does with a decoder."""
-
-    @property
-    def version(self) -> int:
-        """The policy version of the weights in use."""
-        ...
-
-    @property
-    def decode_steps(self) -> int:
-        """Times that all rows were given a token, so far."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is anything left to do."""
-        ...
-
-    def check(self, request: Request) -> None:
-        """Refuse a request that cannot be served, with an :class:`EngineError`."""
-        ...
-
-    def submit(self, key: int, request: Request) -> None:
-        """Queue a request; its samples come back under ``key``."""
-        ...
-
-    def cancel(self, gone: Callable[[int, Request], bool]) -> list[int]:
-        """Forget the samples of which ``gone(key, request)``; returns the key of each."""
-        ...
-
-    def reset(self) -> None:
-        """Forget all requests."""
-        ...
-
-    def stretch(self, told: Told) -> Iterator[list[tuple[int, Sample | Draft]]]:
-        """Decode for a while. Yields what has finished, and the drafts of the keys in ``told``, once it is there: what
-        is done with it may cost no time of the device."""
-        ...
-
-    def finished(self) -> list[tuple[int, Sample]]:
-        """What has finished already and was not returned yet."""
-        ...
-
-    def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
-        """What is in flight and has tokens, as far as it is; ``told``: less these tokens, and of its keys only."""
-        ...
-
-    def use_weights(self, version: int) -> None:
-        """The model's weights are others now."""
-        ...
-
-    def sleep(self) -> None:
-        """Give the cache's memory back."""
-        ...
-
-    def wake(self) -> None:
-        """Take it again."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """Samples of a request that start from the same tokens. After the prefill it holds these and their logits."""
-
-    key: int
-    request: Request
-    indices: deque[int]
-    draft: Draft = NO_DRAFT
-    prompt: PromptEntry | None = None
-    logits: Tensor | None = None
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.request.prompt_ids + self.draft.token_ids
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    key: int
-    request: Request
-    index: int
-    limit: int
-    uniform: Tensor
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Ids and log-probabilities of the most likely tokens at each place, if they are asked for."""
+STRETCH = 32  # steps between two looks: at 4 ms a step the host's 4 ms are 3%, and a finished row idles for 16 steps
+PREFILL_TOKENS = 8192  # prompts computed in one pass: enough to fill a card
 
 
 class Decoder:
@@ -126,223 +39,358 @@ class Decoder:
 
     def __init__(
         self,
-        model: Any,
-        stop_token_ids: Sequence[int],
+        runner: Runner,
         *,
+        pages: int,
+        page_tokens: int,
         max_sequence_tokens: int,
-        max_concurrent_samples: int,
-        deterministic: bool = False,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        vocabulary: int,
+        stop_token_ids: Sequence[int],
+        stop_texts: StopTexts | None = None,
+        stretch: int = STRETCH,
+        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         """
         Args:
-            model: from :func:`dapo.model.loading.copy_model`; its parameters are this decoder's own.
-            stop_token_ids: each ends a response and belongs to it.
+            runner: the device's side.
+            pages, page_tokens: of the pool, page 0 included; 0 tokens: the runner has no pages but room for each row,
+                and no prompt is computed before it can start.
             max_sequence_tokens: longest prompt and response together.
-            max_concurrent_samples: rows decoded at once.
-            deterministic: pin all shapes (see :class:`SlotCache`) and prefill prompts one by one.
-            decode: token ids to text, for requests with stop texts; without it they are refused.
+            vocabulary: token ids are below it.
+            stop_token_ids: each ends a response and belongs to it.
+            stretch: steps between two looks at the device.
+            prefill_tokens: of prompts that are computed in one pass (a longer one goes alone); below 0: each alone.
+
+        Raises:
+            EngineError: the pool cannot hold a single sequence.
         """
-        self.model = model
+        needed = minimum_pages(max_sequence_tokens, page_tokens)
+        if pages < needed:
+            raise EngineError(
+                f"the cache has {pages} pages of {page_tokens} tokens, but a single sequence of {max_sequence_tokens} "
+                f"tokens takes {needed}"
+            )
         self.version = 0
-        self.decode_steps = 0
-        self._head = output_head(model).in_float32()
+        self._runner = runner
+        self._page_tokens = page_tokens
         self._stop = frozenset(stop_token_ids)
         self.check: Callable[[Request], None] = functools.partial(
             check_request,
-            vocabulary=self._head.weight.shape[0],
+            vocabulary=vocabulary,
             max_sequence=max_sequence_tokens,
-            can_decode=decode is not None,
+            can_decode=stop_texts is not None,
             stop_ids=self._stop,
         )
-        self._deterministic = deterministic
-        self._stop_texts = StopTexts(decode) if decode else None
-        self.cache: KVCache = SlotCache(
-            model.config, max_concurrent_samples, max_sequence_tokens, next(model.parameters()).dtype, deterministic
-        )
-        self._waiting: deque[_Waiting] = deque()
-        self._rows: list[_Row] = []
-        self._finished: list[tuple[int, Sample]] = []
+        self._stop_texts = stop_texts
+        self._stretch = stretch
+        self._prefill_tokens = prefill_tokens
+        self.sleep, self.wake = runner.sleep, runner.wake  # while nothing is left to do
+        self._pages = PageAllocator(pages)
+        self._tables = BlockTables(self._pages, runner.rows, max_sequence_tokens, page_tokens)
+        self._waiting: deque[Waiting] = deque()
+        self._rows: dict[int, SampleInFlight] = {}  # in no order
+        self._lengths = np.full(runner.rows, -1, np.int64)
+        self._generated = np.zeros(runner.rows, np.int64)
+        self._ages = itertools.count()
+        self._leaving: tuple[list[SampleInFlight | None], Fetch] | None = None  # None: cancelled since
+        self.preemptions = 0
+        self.decode_steps = 0
 
-    def use_weights(self, version: int) -> None:
-        """To be called when the model's weights are others: the head is held in float32, which it computes in.
-
-        That saves widening it for every token. Costs as much memory as a float32 embedding where weights are narrower.
-        """
-        self.version = version
-        self._head = output_head(self.model).in_float32()
-        for waiting in self._waiting:  # prompts computed ahead are computed anew
-            waiting.prompt = waiting.logits = None
-
-    def sleep(self) -> None:
-        """Give the cache's memory back. Only while nothing is left to do."""
-        self.cache.drop()
-
-    def wake(self) -> None:
-        """Nothing to do: the cache takes its memory with the next request."""
+    # -- what the engine calls -------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
-        return bool(self._waiting or self._rows or self._finished)
+        return bool(self._waiting or self._rows or self._leaving)
 
     def submit(self, key: int, request: Request) -> None:
         """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""
-        self._waiting += [_Waiting(key, request, deque([draft.index]), draft) for draft in request.drafts]
-        if fresh := request.fresh:
-            self._waiting.append(_Waiting(key, request, deque(fresh)))
+        for draft in request.drafts:
+            sequence = SampleInFlight.of(key, request, draft)
+            self._waiting.append(Waiting(sequence.tokens, deque([sequence])))
+        if sequences := deque(SampleInFlight(key, request, index) for index in request.fresh):
+            self._waiting.append(Waiting(sequences[0].tokens, sequences))
 
-    @torch.inference_mode()  # rows are moved, and the cache was made in this mode
     def cancel(self, gone: Callable[[int, Request], bool]) -> list[int]:
         """Forget the samples of which ``gone(key, request)``; returns the key of each."""
-        keys = [w.key for w in self._waiting if gone(w.key, w.request) for _ in w.indices]
-        self._waiting = deque(w for w in self._waiting if not gone(w.key, w.request))
-        for index in reversed(range(len(self._rows))):
-            row = self._rows[index]
-            if gone(row.key, row.request):
-                keys.append(row.key)
-                self._remove(index)
+        keys: list[int] = []
+
+        def stays(sequence: SampleInFlight) -> bool:
+            if ends := gone(sequence.key, sequence.request):
+                keys.append(sequence.key)
+            return not ends
+
+        for waiting in self._waiting:
+            waiting.sequences = deque(filter(stays, waiting.sequences))
+            if not waiting.sequences:
+                self._uncompute(waiting)
+        self._waiting = deque(w for w in self._waiting if w.sequences)
+        self._end([row for row, sequence in self._rows.items() if not stays(sequence)])
+        if self._leaving is not None:
+            sequences, fetch = self._leaving
+            left = [s if s is not None and stays(s) else None for s in sequences]
+            self._leaving = (left, fetch) if any(left) else None
         return keys
 
     def reset(self) -> None:
-        """Forget all requests: the way out after an error, in whatever state that left the cache."""
+        """Forget all requests: the way out after an error."""
+        for waiting in self._waiting:
+            self._uncompute(waiting)
         self._waiting.clear()
-        self._rows.clear()
-        self._finished.clear()
-        self.cache.clear()
+        self._end(list(self._rows))
+        self._leaving = None
 
     def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
-        """The samples in flight that have tokens, as far as they are; ``told``: less these, and of its keys only."""
-        waiting = [(w.key, w.draft) for w in self._waiting if w.draft.token_ids and (told is None or w.key in told)]
-        found = []
-        for row in self._rows:
-            if told is None or row.key in told:
-                start = told_of(told, row.key, row.request.id, row.index)
-                tokens, logprobs, versions = row.tokens[start:], row.logprobs[start:], row.versions[start:]
-                columns = tuple(tokens), tuple(logprobs), tuple(versions)
-                found.append((row.key, Draft(row.request.id, row.index, *columns, start)))
-        return waiting + found
+        """The samples in flight that have tokens, as they were after the last stretch; those on their way out, not.
+        ``told``: less these tokens, and of its keys only."""
+        return self._drafts(told)()
+
+    def _drafts(self, told: Told | None) -> Callable[[], list[tuple[int, Draft]]]:
+        """Has the device send them; what is returned waits until they are here."""
+        waiting = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens)]
+        rows = {row: s for row, s in self._rows.items() if self._generated[row] and (told is None or s.key in told)}
+        fetch = self._runner.fetch(list(rows), [int(self._generated[row]) for row in rows], 0) if rows else None
+
+        def arrived() -> list[tuple[int, Draft]]:
+            every = waiting + list(zip(rows.values(), fetch.result() if fetch else (), strict=True))
+            asked = ((s, response) for s, response in every if told is None or s.key in told)
+            return [(s.key, s.draft(response, told)) for s, response in asked]
+
+        return arrived
+
+    def use_weights(self, version: int) -> None:
+        """The model's weights are others now. What is in flight goes on under them; prompts computed ahead do not."""
+        self.version = version
+        self._runner.use_weights()
+        for waiting in self._waiting:
+            self._uncompute(waiting)
+        for row, sequence in self._rows.items():
+            sequence.marks.append((int(self._generated[row]), version))
 
     def stretch(self, told: Told) -> Iterator[list[tuple[int, Sample | Draft]]]:
-        """One cycle, and what has come of it."""
-        yield [*self.step(), *(self.drafts(told) if told else ())]
+        """Admit and decode. While the device is at work, yields the samples that finished in the stretch before, and
+        drafts as they were after it."""
+        drafts = self._drafts(told) if told else list[tuple[int, Draft]]
+        self._admit()
+        if not self._rows:
+            yield [*self.finished()]
+            return
+        steps = self._grow()
+        self._compact()
+        self.decode_steps += steps
+        variant = Variant.of([sequence.request.sampling for sequence in self._rows.values()])
+        self._runner.run(self._runner.rung(max(self._rows) + 1), steps, variant, self._tables.table)
+        yield [*self.finished(), *drafts()]
+        self._collect()
+        if self._stretch == 1:  # too short to be worth a wait
+            yield [*self.finished()]
 
-    @torch.inference_mode()
     def step(self) -> list[tuple[int, Sample]]:
-        """One cycle: admit, decode one token per row, and return the samples that finished."""
-        while self._waiting and self.cache.room():
-            if self._waiting[0].prompt is None:
-                self._prefill()
-            self._start_first()
+        """The same at once, without drafts."""
+        return [(key, one) for some in self.stretch({}) for key, one in some if isinstance(one, Sample)]
+
+    # -- admit -----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start what there is room for, in the order in which it was asked for."""
+        starts: list[RowStart] = []
+        copies: list[tuple[int, int]] = []
+        while self._waiting and len(self._rows) < self._runner.rows:
+            if self._waiting[0].pages is None and not self._prefill():
+                break
+            if not self._start_first(starts, copies):
+                break
+        if copies:
+            sources, targets = np.array(copies, np.int32).T
+            self._runner.copy_pages(sources, targets)
+        if starts:
+            self._runner.start(starts)
+
+    def _prefill(self) -> bool:
+        """Compute the prompts at the head of the queue in one packed pass, each once for all its samples.
+
+        On a GPU prompts that cannot start yet are computed along: a pass costs much the same for one as for many.
+        """
+        batch: list[Waiting] = []
+        tokens, rows = 0, self._runner.rows - len(self._rows)
+        for waiting in self._waiting:
+            if waiting.pages is not None:
+                continue
+            tokens += waiting.cached
+            spare = self._pages.free - self._next_pages()
+            if batch and (tokens > self._prefill_tokens or pages_for(waiting.cached, self._page_tokens) > spare):
+                break
+            if not self._page_tokens and sum(len(w.sequences) for w in batch) >= rows:
+                break
+            if not batch and not self._make_room(pages_for(waiting.cached, self._page_tokens)):
+                return False
+            waiting.pages = self._pages.take(pages_for(waiting.cached, self._page_tokens))
+            batch.append(waiting)
+        prompts = self._runner.prefill([w.tokens for w in batch], [w.pages for w in batch if w.pages is not None])
+        for waiting, prompt in zip(batch, prompts, strict=True):
+            waiting.prompt = prompt
+        return True
+
+    def _make_room(self, pages: int, keep: Waiting | None = None) -> bool:
+        """Whether ``pages`` can be taken for something new without taking from what runs."""
+        if self._pages.free - self._next_pages() >= pages:
+            return True
         if self._rows:
-            self.decode_steps += 1
-            self._decode()
-        return self.finished()
+            return False
+        for waiting in self._waiting:  # nothing runs: only what was computed ahead can be in the way
+            if waiting is not keep:
+                self._uncompute(waiting)
+        return True
+
+    def _next_pages(self) -> int:
+        """Pages that the rows in use may take during a stretch: what is started on top must leave them."""
+        return len(self._rows) * (pages_for(self._stretch, self._page_tokens) + 1)
+
+    def _start_first(self, starts: list[RowStart], copies: list[tuple[int, int]]) -> bool:
+        """Start samples of the first that waits while there is room; False if not all of them could.
+
+        What the device has to do for it is added to ``starts`` and ``copies`` (a page and the page to copy it to).
+        """
+        waiting = self._waiting[0]
+        assert waiting.pages is not None
+        growth = pages_for(self._stretch, self._page_tokens) + 2  # of one stretch, and the copy of a page
+        free_rows = (row for row in range(self._runner.rows) if row not in self._rows)
+        while waiting.sequences and len(self._rows) < self._runner.rows and self._make_room(growth, keep=waiting):
+            row, sequence = next(free_rows), waiting.sequences.popleft()
+            # the last one takes over the pages that the others have shared
+            pages = self._shared(waiting.pages, waiting.cached, copies) if waiting.sequences else waiting.pages
+            self._tables.begin(row, pages)
+            starts.append(self._begin(row, sequence, waiting))
+        if waiting.sequences:
+            return False
+        self._waiting.popleft()
+        return True
+
+    def _shared(self, pages: PageArray, tokens: int, copies: list[tuple[int, int]]) -> PageArray:
+        """Pages for one more sample: the full ones are shared; the last one, which it will write to, is copied."""
+        if not len(pages):
+            return pages
+        full = tokens // self._page_tokens
+        self._pages.share(pages[:full])
+        if full == len(pages):
+            return pages
+        own = self._pages.take(1)
+        copies.append((int(pages[full]), int(own[0])))
+        return np.concatenate([pages[:full], own])
+
+    def _begin(self, row: int, sequence: SampleInFlight, waiting: Waiting) -> RowStart:
+        """Enter a sequence under a row's number."""
+        done = sequence.done
+        sequence.age = next(self._ages) if sequence.age < 0 else sequence.age
+        if not sequence.marks or sequence.marks[-1][1] != self.version:
+            sequence.marks.append((len(done.tokens), self.version))
+        self._rows[row] = sequence
+        self._lengths[row], self._generated[row] = waiting.cached, len(done.tokens)
+        seed = sequence.request.seeds[sequence.index]
+        sampling = sequence.request.sampling
+        return RowStart(row, int(waiting.tokens[-1]), waiting.cached, seed, sampling, done, waiting.prompt)
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    def _grow(self) -> int:
+        """Give every row the pages of the next stretch; take them from prompts computed ahead and from the youngest.
+        Returns the stretch's length: no longer than the last row can go on."""
+        if self._stretch == 1 and not self._page_tokens:
+            return 1
+        while True:
+            rows = np.fromiter(self._rows, np.int64)
+            limits = np.array([sequence.limit for sequence in self._rows.values()], np.int64)
+            steps = np.minimum(limits - self._generated[rows], self._stretch)
+            wanted = self._lengths[rows] + steps
+            missing = int(self._tables.missing(rows, wanted).sum())
+            if missing <= self._pages.free:
+                if missing:
+                    self._tables.grow(rows, wanted)
+                return int(steps.max())
+            if not self._drop_computed():
+                self._preempt(max(self._rows, key=lambda row: self._rows[row].age))
+
+    def _drop_computed(self) -> bool:
+        """Release the pages of the last prompt that was computed ahead, if there is one."""
+        for waiting in reversed(self._waiting):
+            if waiting.pages is not None and len(waiting.pages):
+                self._uncompute(waiting)
+                return True
+        return False
+
+    def _preempt(self, row: int) -> None:
+        """Interrupt a sequence: it waits at the head of the queue with the tokens it has."""
+        sequence = self._rows[row]
+        count = int(self._generated[row])
+        sequence.done = self._runner.fetch([row], [count], sequence.request.sampling.top_logprobs).result()[0]
+        self._end([row])
+        self._waiting.appendleft(Waiting(sequence.tokens, deque([sequence])))
+        self.preemptions += 1
+
+    def _compact(self) -> None:
+        """Move the last rows into gaps where that lets the next stretch compute fewer."""
+        used = len(self._rows)
+        if self._runner.rung(used) >= self._runner.rung(max(self._rows) + 1):
+            return
+        sources = [row for row in sorted(self._rows) if row >= used]
+        targets = [row for row in range(used) if row not in self._rows]
+        self._runner.move(sources, targets)
+        for source, target in zip(sources, targets, strict=True):
+            self._tables.move(source, target)
+            self._rows[target] = self._rows.pop(source)
+            self._lengths[target], self._generated[target] = self._lengths[source], self._generated[source]
+            self._lengths[source] = -1
+
+    # -- collect ---------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Take out the rows that finished during the stretch; their arrays come with the next one."""
+        before = self._generated.copy()
+        progress = self._runner.progress()
+        self._lengths, self._generated = progress.lengths, progress.generated
+        done = {row: int(self._generated[row]) for row in self._rows if self._lengths[row] < 0}
+        done |= self._stopped_by_text(before)
+        if not done:
+            return
+        rows = list(done)
+        top = max(self._rows[row].request.sampling.top_logprobs for row in rows)
+        self._leaving = [self._rows[row] for row in rows], self._runner.fetch(rows, list(done.values()), top)
+        self._end(rows)
+
+    def _stopped_by_text(self, before: npt.NDArray[np.int64]) -> dict[int, int]:
+        """Rows whose response holds one of its stop texts, and how many tokens of it to keep."""
+        asked = [row for row, sequence in self._rows.items() if sequence.request.sampling.stop]
+        if not asked or self._stop_texts is None:
+            return {}
+        found: dict[int, int] = {}
+        responses = self._runner.fetch(asked, [int(self._generated[row]) for row in asked], 0).result()
+        for row, response in zip(asked, responses, strict=True):
+            texts = self._rows[row].request.sampling.stop
+            end = self._stop_texts.ends_at(response.tokens.tolist(), int(before[row]), texts)
+            if end is not None:
+                found[row] = end
+                self._rows[row].stopped = True
+        return found
 
     def finished(self) -> list[tuple[int, Sample]]:
-        """The samples that have finished and were not returned yet."""
-        finished, self._finished = self._finished, []
-        return finished
+        """The samples that finished in the stretch before this one."""
+        if self._leaving is None:
+            return []
+        (sequences, fetch), self._leaving = self._leaving, None
+        arrived = zip(sequences, fetch.result(), strict=True)
+        return [(s.key, s.sample(response, self._stop)) for s, response in arrived if s is not None]
 
-    def _prefill(self) -> None:
-        """Compute the prompts at the head of the queue in one packed pass, each once for all its samples."""
-        batch = [self._waiting[0]]
-        tokens, samples = len(batch[0].token_ids), len(batch[0].indices)
-        for waiting in list(self._waiting)[1:]:
-            tokens += len(waiting.token_ids)
-            if self._deterministic or tokens > PREFILL_TOKENS or samples >= self.cache.room():
-                break
-            samples += len(waiting.indices)
-            batch.append(waiting)
-        prompts = [w.token_ids for w in batch]
-        lengths = [len(p) for p in prompts]
-        context, entries = self.cache.add_prompts(lengths, [len(w.indices) for w in batch])
-        token_ids = torch.tensor([t for p in prompts for t in p])
-        position_ids = torch.cat([torch.arange(n) for n in lengths])
-        hidden = hidden_states(self.model, token_ids, position_ids, context)
-        last = hidden[torch.tensor(lengths).cumsum(0) - 1]
-        for waiting, entry, state in zip(batch, entries, last, strict=True):
-            waiting.prompt = entry
-            waiting.logits = self._head.logits(state[None])
+    # -- pages -----------------------------------------------------------------------------------------------------
 
-    def _start_first(self) -> None:
-        """Start samples of the first waiting request while there is room, and draw their first token."""
-        waiting = self._waiting[0]
-        request, prompt, logits = waiting.request, waiting.prompt, waiting.logits
-        assert prompt is not None and logits is not None
-        count = min(self.cache.room(), len(waiting.indices))
-        limit, had = request.sampling.max_tokens, waiting.draft
-        for _ in range(count):
-            index = waiting.indices.popleft()
-            known = list(had.token_ids), list(had.logprobs), list(had.versions)
-            self.cache.start(prompt)
-            self._rows.append(_Row(waiting.key, request, index, limit, uniforms(request.seeds[index], limit), *known))
-        if not waiting.indices:
-            self._waiting.popleft()
-        self._append_tokens(logits.repeat(count, 1), len(self._rows) - count, self._rows[-count:])
+    def _end(self, rows: Sequence[int]) -> None:
+        self._runner.stop(rows)
+        for row in rows:
+            del self._rows[row]
+            self._tables.end(row)
+            self._lengths[row] = -1
 
-    def _decode(self) -> None:
-        context = self.cache.decode_context()
-        last_tokens = [row.tokens[-1] for row in self._rows]
-        idle = self.cache.rows_computed - len(last_tokens)
-        token_ids = torch.tensor(last_tokens + [0] * idle)[:, None]
-        hidden = hidden_states(self.model, token_ids, context.position_ids[:, None], context)
-        self.cache.advance()
-        logits = self._head.logits(hidden[:, 0])[: len(self._rows)]
-        self._append_tokens(logits, 0, list(self._rows))
-
-    def _append_tokens(self, logits: Tensor, first_row: int, rows: list[_Row]) -> None:
-        """Draw the next token of ``rows`` (which start at ``first_row``) and take out those that are done."""
-        uniform = torch.stack([row.uniform[len(row.tokens)] for row in rows])
-        settings: list[Sampling] = [row.request.sampling for row in rows]
-        if any(s.top_logprobs for s in settings):
-            for row, top in zip(rows, most_likely(logits, settings), strict=True):
-                row.top += [top] if top else []
-        tokens, logprobs = sample(logits, uniform, settings)
-        if not bool(logprobs.isfinite().all()):
-            row = rows[int((~logprobs.isfinite()).nonzero()[0])]
-            raise not_finite(row.request, row.index, len(row.tokens))
-        done = []
-        for offset, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            row.versions.append(self.version)
-            stopped = self._stops(row)
-            if stopped or len(row.tokens) == row.limit:
-                done.append(first_row + offset)
-                self._finished.append((row.key, _sample(row, "stop" if stopped else "length")))
-        for index in reversed(done):  # from the end, so that the rows still to be removed keep their numbers
-            self._remove(index)
-
-    def _stops(self, row: _Row) -> bool:
-        """Whether the last token ends the response: it is a stop token, or completes a stop text."""
-        if row.tokens[-1] in self._stop:
-            return True
-        texts = row.request.sampling.stop
-        if not texts or self._stop_texts is None:
-            return False
-        return self._stop_texts.ends_at(row.tokens, len(row.tokens) - 1, texts) is not None
-
-    def _remove(self, index: int) -> None:
-        moved = self.cache.release(index)
-        last = self._rows.pop()
-        if moved is not None:
-            self._rows[index] = last
-
-
-def told_of(told: Told | None, key: int, request_id: int, index: int) -> int:
-    """How many tokens of a sample were told."""
-    return (told or {}).get(key, {}).get((request_id, index), 0)
-
-
-def _sample(row: _Row, finish_reason: FinishReason) -> Sample:
-    return Sample(
-        request_id=row.request.id,
-        index=row.index,
-        token_ids=np.array(row.tokens, dtype=np.int32),
-        logprobs=np.array(row.logprobs, dtype=np.float32),
-        versions=np.array(row.versions, dtype=np.int32),
-        finish_reason=finish_reason,
-        top_ids=torch.stack([ids for ids, _ in row.top]).int().numpy() if row.top else None,
-        top_logprobs=torch.stack([logprobs for _, logprobs in row.top]).numpy() if row.top else None,
-    )
+    def _uncompute(self, waiting: Waiting) -> None:
+        """Release the pages of a prompt computed ahead."""
+        if waiting.pages is not None:
+            self._pages.release(waiting.pages)
+            waiting.pages = waiting.prompt = None

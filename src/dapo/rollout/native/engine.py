@@ -1,7 +1,5 @@
-"""The native engine: a decoder in a thread of its own, behind the asynchronous protocol.
-
-On a CPU that is :class:`~dapo.rollout.native.decoder.Decoder`, on a GPU
-:class:`~dapo.rollout.native.paged.decoder.PagedDecoder`.
+"""The native engine: a :class:`~dapo.rollout.native.decoder.Decoder` in a thread of its own, behind the asynchronous
+protocol.
 
 The thread waits for requests and for nothing else. A consumer waits for its samples; the wait ends with the last one,
 with an :class:`EngineError` if the decoder fails, or with :meth:`NativeEngine.close`.
@@ -26,7 +24,9 @@ from torch import Tensor
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, check_arrived, check_given, check_known, some_elements
-from dapo.rollout.native.decoder import AnyDecoder, Decoder, Told
+from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.in_flight import Told
+from dapo.rollout.native.slots import slot_decoder
 
 CLOSE_SECONDS, END_SECONDS = 10.0, 60.0  # to end in: on request, and at the end of the process
 DRAFT_SECONDS = 4e-4  # for each stream, between two times that they are told of drafts: so much of the lock it takes
@@ -73,10 +73,10 @@ class NativeEngine:
             "deterministic": deterministic,
             "decode": decode,
         }
-        self._decoder: AnyDecoder
+        self._decoder: Decoder
         self._device = next(model.parameters()).device
         if self._device.type == "cpu":
-            self._decoder = Decoder(model, stop_token_ids, **options)
+            self._decoder = slot_decoder(model, stop_token_ids, **options)
         else:
             from dapo.rollout.native.paged.build import paged_decoder  # needs Triton
 

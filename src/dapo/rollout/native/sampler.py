@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dapo.rollout.engine import Sampling
+
+# `top_logprobs` holds some 24 bytes for each logit of so many rows: 120 MB for a vocabulary of 152k
+ROWS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,13 @@ class RowSettings:
             column([s.min_p for s in settings], torch.float32),
         )
 
-    def first(self, rows: int) -> RowSettings:
-        """Those of the first ``rows`` rows."""
-        return RowSettings(self.temperature[:rows], self.top_k[:rows], self.top_p[:rows], self.min_p[:rows])
+    @property
+    def divisors(self) -> Tensor:
+        """``[R, 1]``: what logits are divided by."""
+        return torch.where(self.temperature == 0, 1.0, self.temperature)[:, None]
+
+    def of_rows(self, rows: Any) -> RowSettings:
+        return RowSettings(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 def uniforms(seed: int, count: int) -> Tensor:
@@ -54,22 +62,23 @@ def uniforms(seed: int, count: int) -> Tensor:
     return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).random(count))
 
 
-def sample(logits: Tensor, uniform: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniform: Tensor, settings: RowSettings, *, truncate: bool) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
     Args:
         logits: ``[R, V]`` float32; overwritten.
         uniform: ``[R]`` float64 in [0, 1).
-        settings: one per row.
+        settings: ``[R]`` each.
+        truncate: whether top-k, top-p and min-p of ``settings`` apply; without, they are not read.
 
     Returns:
         tokens ``[R]`` int64 and their log-probabilities ``[R]`` float32 under what is left after truncation. A greedy
         token's is that of temperature 1.
     """
-    greedy = torch.tensor([s.temperature == 0 for s in settings])
-    logits /= _temperatures(settings)
-    if any(s.top_k or s.top_p < 1 or s.min_p for s in settings):
-        logits.masked_fill_(logits < thresholds(logits, RowSettings.of(settings))[:, None], float("-inf"))
+    greedy = settings.temperature == 0
+    logits /= settings.divisors
+    if truncate:
+        logits.masked_fill_(logits < thresholds(logits, settings)[:, None], float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
     tokens = torch.empty(len(logits), dtype=torch.long)
     if not bool(greedy.all()):
@@ -108,31 +117,32 @@ def thresholds(logits: Tensor, rows: RowSettings) -> Tensor:
     return torch.stack(limits).amax(dim=0)
 
 
-def most_likely(logits: Tensor, settings: Sequence[Sampling]) -> list[tuple[Tensor, Tensor] | None]:
-    """The ``top_logprobs`` most likely tokens of each row: what the model says, before any truncation.
+def top_logprobs(logits: Tensor, settings: RowSettings, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` most likely tokens of each row before truncation.
 
     Args:
-        logits: ``[R, V]`` float32, before the temperature.
-        settings: one per row.
+        logits: ``[R, V]`` float32; kept as they are.
+        settings: ``[R]`` each; only the temperature is read.
+        k: 1 .. V.
 
     Returns:
-        For each row ids ``[k]`` int64, most likely first and of equal ones the lowest id, and their log-probabilities
-        ``[k]`` float32 at the row's temperature (greedy: 1). Fewer than k where the vocabulary is smaller, and None
-        where none are asked for.
+        ids ``[R, k]`` int64, most likely first and of equal ones the lowest id, and log-probabilities ``[R, k]``
+        float32 at the row's temperature (greedy: 1).
     """
-    asked = [i for i, s in enumerate(settings) if s.top_logprobs]
-    found: list[tuple[Tensor, Tensor] | None] = [None] * len(settings)
-    scaled = logits[asked] / _temperatures([settings[i] for i in asked])
-    for i, logprobs in zip(asked, torch.log_softmax(scaled, dim=-1), strict=True):
-        count = min(settings[i].top_logprobs, len(logprobs))
-        candidates = (logprobs >= logprobs.topk(count).values[-1]).nonzero()[:, 0]
-        best, order = logprobs[candidates].sort(descending=True, stable=True)
-        found[i] = candidates[order[:count]], best[:count]
-    return found
-
-
-def _temperatures(settings: Sequence[Sampling]) -> Tensor:
-    return torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float32)[:, None]
+    ids = torch.empty(len(logits), k, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(logits), k, dtype=torch.float32, device=logits.device)
+    descending = torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    divisors = settings.divisors
+    for start in range(0, len(logits), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        z = logits[rows] / divisors[rows] + 0.0  # a zero with a sign would be a key of its own
+        bits = z.view(torch.int32)
+        keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers of the order of z
+        # of equal values topk takes any, on CUDA not always the same: with the id in them no two keys are equal
+        best = ((keys << 32) + descending).topk(k, dim=-1).indices
+        ids[rows] = best
+        logprobs[rows] = z.gather(1, best) - torch.logsumexp(z, dim=-1, keepdim=True)
+    return ids, logprobs
 
 
 def _column(rows: Tensor, places: Tensor) -> Tensor:

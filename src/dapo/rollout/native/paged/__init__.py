@@ -1,1 +1,1 @@
-"""Rollout over a paged cache: what the native engine runs on a GPU."""
+"""A paged cache and the runner over it: what the native engine has on a GPU."""

@@ -11,11 +11,11 @@ import torch
 from dapo.errors import ModelError
 from dapo.model.compiling import compile_layers
 from dapo.model.loading import key_value_heads
-from dapo.rollout.native.paged.decoder import PREFILL_TOKENS, STRETCH, PagedDecoder
-from dapo.rollout.native.paged.pages import minimum_pages, pages_for
+from dapo.rollout.native.decoder import PREFILL_TOKENS, STRETCH, Decoder
 from dapo.rollout.native.paged.pool import Pool, PoolShape
-from dapo.rollout.native.paged.rows import Rows
 from dapo.rollout.native.paged.runner import DeviceRunner
+from dapo.rollout.native.pages import minimum_pages, pages_for
+from dapo.rollout.native.rows import Rows
 from dapo.rollout.native.stopping import StopTexts
 
 PAGE_TOKENS = 32
@@ -34,7 +34,7 @@ def paged_decoder(
     spare_bytes: int = 0,
     deterministic: bool = False,
     decode: Callable[[Sequence[int]], str] | None = None,
-) -> PagedDecoder:
+) -> Decoder:
     """A decoder for ``model``, on the device that it is on.
 
     Args:
@@ -71,7 +71,7 @@ def paged_decoder(
     if device.type == "cuda":
         compile_layers(model)
         runner.warm_up()
-    return PagedDecoder(
+    return Decoder(
         runner,
         pages=pages,
         page_tokens=PAGE_TOKENS,

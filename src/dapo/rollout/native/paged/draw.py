@@ -14,9 +14,6 @@ from torch import Tensor
 
 from dapo.rollout.native.sampler import RowSettings, thresholds
 
-# `top_logprobs` holds some 24 bytes for each logit of so many rows: 120 MB for a vocabulary of 152k
-ROWS_AT_ONCE = 32
-
 
 def draw(logits: Tensor, uniform: Tensor, settings: RowSettings, *, truncate: bool) -> tuple[Tensor, Tensor]:
     """Draw one token per row; kernels on CUDA, :func:`draw_reference` elsewhere.
@@ -47,7 +44,7 @@ def draw(logits: Tensor, uniform: Tensor, settings: RowSettings, *, truncate: bo
 
 def draw_reference(logits: Tensor, uniform: Tensor, settings: RowSettings, *, truncate: bool) -> tuple[Tensor, Tensor]:
     """:func:`draw` in PyTorch and float64: what the kernels are tested against."""
-    z = logits / _divisor(settings)
+    z = logits / settings.divisors
     if truncate:
         z = z.masked_fill(z < thresholds(z, settings)[:, None], float("-inf"))
     relative = z.double() - z.amax(dim=-1, keepdim=True).double()
@@ -57,39 +54,6 @@ def draw_reference(logits: Tensor, uniform: Tensor, settings: RowSettings, *, tr
     tokens = _pick(cumulative > (uniform * total)[:, None], weights > 0)
     tokens = torch.where(settings.temperature == 0, z.argmax(dim=-1), tokens)
     return tokens, (relative.gather(1, tokens[:, None])[:, 0] - total.log()).float()
-
-
-def top_logprobs(logits: Tensor, settings: RowSettings, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` most likely tokens of each row before truncation.
-
-    Args:
-        logits: ``[R, V]`` float32; kept as they are.
-        settings: ``[R]`` each; only the temperature is read.
-        k: 1 .. V.
-
-    Returns:
-        ids ``[R, k]`` int64, most likely first and of equal ones the lowest id, and log-probabilities ``[R, k]``
-        float32 at the row's temperature (greedy: 1).
-    """
-    ids = torch.empty(len(logits), k, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(len(logits), k, dtype=torch.float32, device=logits.device)
-    descending = torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
-    divisors = _divisor(settings)
-    for start in range(0, len(logits), ROWS_AT_ONCE):
-        rows = slice(start, start + ROWS_AT_ONCE)
-        z = logits[rows] / divisors[rows] + 0.0  # a zero with a sign would be a key of its own
-        bits = z.view(torch.int32)
-        keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers of the order of z
-        # of equal values topk takes any, on CUDA not always the same: with the id in them no two keys are equal
-        best = ((keys << 32) + descending).topk(k, dim=-1).indices
-        ids[rows] = best
-        logprobs[rows] = z.gather(1, best) - torch.logsumexp(z, dim=-1, keepdim=True)
-    return ids, logprobs
-
-
-def _divisor(settings: RowSettings) -> Tensor:
-    """``[R, 1]``: what logits are divided by."""
-    return torch.where(settings.temperature == 0, 1.0, settings.temperature)[:, None]
 
 
 def _pick(wanted: Tensor, possible: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The device's side of the paged decoder: one step of decoding, from token to token, and what surrounds it.
+"""The device's side of the decoder on a GPU: one step of decoding, from token to token, and what surrounds it.
 
 On CUDA a step (embedding, layers, head, sampling, stop test) is captured once for each number of rows of a ladder, and
 replayed. Everything it reads and writes stands at fixed addresses: weights, rows, block tables. The pool of keys and
@@ -22,11 +22,12 @@ from dapo.model.forward import hidden_states, output_head
 from dapo.model.packed import PackedAttention
 from dapo.rollout.engine import EngineError, NoMemoryError
 from dapo.rollout.native.paged.attention import attend, choose_splits, copy_pages, store
-from dapo.rollout.native.paged.device import Progress, Response, RowStart, Variant
-from dapo.rollout.native.paged.draw import draw, top_logprobs
-from dapo.rollout.native.paged.pages import PageArray
+from dapo.rollout.native.paged.draw import draw
 from dapo.rollout.native.paged.pool import Pool
-from dapo.rollout.native.paged.rows import IDLE, Rows
+from dapo.rollout.native.pages import PageArray, slots_of
+from dapo.rollout.native.rows import IDLE, Rows, RowsRunner
+from dapo.rollout.native.runner import RowStart, Variant
+from dapo.rollout.native.sampler import top_logprobs
 
 PREFILL_MULTIPLE = 64  # tokens of a prefill pass are filled up to a multiple of it: aligned rows for matrix products
 
@@ -36,8 +37,8 @@ _CAPTURING = threading.Lock()
 """Beginning a capture waits for the whole device, which breaks one that another engine has begun on it."""
 
 
-class DeviceRunner:
-    """Implements :class:`~dapo.rollout.native.paged.decoder.Runner` for a Transformers model."""
+class DeviceRunner(RowsRunner):
+    """Implements :class:`~dapo.rollout.native.runner.Runner` over pages."""
 
     def __init__(self, model: Any, pool: Pool, rows: Rows, *, max_sequence_tokens: int, pinned: bool = False) -> None:
         """
@@ -48,17 +49,12 @@ class DeviceRunner:
             max_sequence_tokens: longest prompt and response together.
             pinned: every step computes all rows, so that the bits of a row never depend on how many are in use.
         """
-        self.model = model
+        super().__init__(model, rows)
         self.pool = pool
-        self.state = rows
         self._head = output_head(model)
         self._max_sequence = max_sequence_tokens
         self._ladder = [rows.count] if pinned else ladder(rows.count)
         self._steps = _CudaSteps(self._step, rows) if rows.device.type == "cuda" else None
-
-    @property
-    def rows(self) -> int:
-        return self.state.count
 
     def rung(self, rows: int) -> int:
         return next(rung for rung in self._ladder if rung >= rows)
@@ -76,16 +72,22 @@ class DeviceRunner:
         hidden_states(self.model, tokens, positions, _Prefill(self.pool, [FIRST_TOKENS], page_0))
 
     @torch.inference_mode()
-    def prefill(self, tokens: npt.NDArray[np.int64], lengths: Sequence[int], slots: npt.NDArray[np.int64]) -> None:
-        lengths = list(lengths)
+    def prefill(self, prompts: Sequence[npt.NDArray[np.int64]], pages: Sequence[PageArray]) -> list[None]:
+        lengths = [len(prompt) - 1 for prompt in prompts if len(prompt) > 1]
+        if not lengths:
+            return [None] * len(prompts)
+        page_tokens = self.pool.shape.page_tokens
+        tokens = np.concatenate([prompt[:-1] for prompt in prompts])
+        slots = np.concatenate([slots_of(p, len(ids) - 1, page_tokens) for p, ids in zip(pages, prompts, strict=True)])
         padding = -len(tokens) % PREFILL_MULTIPLE
         if padding:  # a sequence of its own, stored in page 0
             lengths.append(padding)
             tokens = np.concatenate([tokens, np.zeros(padding, np.int64)])
-            slots = np.concatenate([slots, np.arange(padding) % self.pool.shape.page_tokens])
+            slots = np.concatenate([slots, np.arange(padding) % page_tokens])
         positions = np.concatenate([np.arange(n) for n in lengths])
         context = _Prefill(self.pool, lengths, self._send(slots))
         hidden_states(self.model, self._send(tokens), self._send(positions), context)
+        return [None] * len(prompts)
 
     @torch.inference_mode()
     def copy_pages(self, sources: PageArray, targets: PageArray) -> None:
@@ -94,14 +96,6 @@ class DeviceRunner:
     @torch.inference_mode()
     def start(self, starts: Sequence[RowStart]) -> None:
         self.state.start(starts)
-
-    @torch.inference_mode()
-    def stop(self, rows: Sequence[int]) -> None:
-        self.state.stop(rows)
-
-    @torch.inference_mode()
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.state.move(sources, targets)
 
     @torch.inference_mode()
     def run(self, rows: int, steps: int, variant: Variant, table: npt.NDArray[np.int32]) -> None:
@@ -115,18 +109,6 @@ class DeviceRunner:
                 self._steps.replay(rows, variant)
             else:
                 self._step(rows, variant)
-
-    def progress(self) -> Progress:
-        return Progress(*self.state.progress())
-
-    @torch.inference_mode()
-    def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> _Arriving:
-        index = torch.tensor(list(rows), dtype=torch.int64, device=self.state.device)
-        longest = max(counts)
-        wanted = [self.state.tokens, self.state.logprobs]
-        if top and self.state.top_ids is not None and self.state.top_logprobs is not None:
-            wanted += [self.state.top_ids[..., :top], self.state.top_logprobs[..., :top]]
-        return _Arriving([tensor[:, :longest].index_select(0, index) for tensor in wanted], counts)
 
     def sleep(self) -> None:
         """Everything but the pool stays: weights, rows, and what the graphs hold."""
@@ -160,7 +142,7 @@ class DeviceRunner:
         positions = lengths.clamp(min=0).long()
         hidden = hidden_states(self.model, state.last_tokens[:rows], positions, context)
         logits = self._head.logits(hidden)
-        settings = state.settings.first(rows)
+        settings = state.settings.of_rows(slice(rows))
         uniform = state.uniforms[:rows].gather(1, state.generated[:rows, None])[:, 0]
         tokens, logprobs = draw(logits, uniform, settings, truncate=variant.truncate)
         if variant.top:
@@ -200,28 +182,6 @@ class _CudaSteps:
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             self._step(rows, variant)
         return graph
-
-
-class _Arriving:
-    """Arrays on their way to the host, which need not wait for them before it has the device go on."""
-
-    def __init__(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> None:
-        self._counts = list(counts)
-        self._event: torch.cuda.Event | None = None
-        if not tensors[0].is_cuda:
-            self._tensors = list(tensors)
-            return
-        self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        for here, there in zip(self._tensors, tensors, strict=True):
-            here.copy_(there, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def result(self) -> list[Response]:
-        if self._event is not None:
-            self._event.synchronize()
-        arrays = [tensor.numpy() for tensor in self._tensors]
-        return [Response(*(a[i, :n].copy() for a in arrays)) for i, n in enumerate(self._counts)]
 
 
 class _Prefill:

@@ -8,6 +8,7 @@ the others, but reads and writes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dapo.rollout.engine import Sampling
-from dapo.rollout.native.paged.device import RowStart
+from dapo.rollout.native.runner import Progress, Response, RowStart
 from dapo.rollout.native.sampler import RowSettings, uniforms
 
 IDLE = -1
@@ -59,15 +60,13 @@ class Rows:
 
     def start(self, starts: Sequence[RowStart]) -> None:
         """Begin sequences in rows that are idle."""
-        if not starts:
-            return
         row = self._index([s.row for s in starts])
         wide = self.uniforms.shape[1]
         self.uniforms[row] = self._send(
             _stacked([uniforms(s.seed, s.sampling.max_tokens).numpy() for s in starts], wide)
         )
         for start in starts:
-            self._restore(start)
+            self.restore(start)
         settings = RowSettings.of([s.sampling for s in starts], self.device)
         for ours, theirs in (
             (self.generated, self._index([len(s.done.tokens) for s in starts])),
@@ -81,7 +80,7 @@ class Rows:
         ):
             ours[row] = theirs
 
-    def _restore(self, start: RowStart) -> None:
+    def restore(self, start: RowStart) -> None:
         """Put back what an interrupted response had."""
         done, n = start.done, len(start.done.tokens)
         if not n:
@@ -152,16 +151,72 @@ class Rows:
         self.top_ids[:n, :, :k].scatter_(1, at, ids[:, None].int())
         self.top_logprobs[:n, :, :k].scatter_(1, at, logprobs[:, None])
 
-    def progress(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Lengths and numbers of generated tokens of all rows. Waits for the device."""
+    def progress(self) -> Progress:
         both = torch.stack([self.lengths.long(), self.generated]).cpu().numpy()
-        return both[0], both[1]
+        return Progress(both[0], both[1])
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
     def _send(self, values: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+class RowsRunner:
+    """What all runners have in common: a Transformers model, and :class:`Rows`."""
+
+    def __init__(self, model: Any, rows: Rows) -> None:
+        self.model = model
+        self.state = rows
+
+    @property
+    def rows(self) -> int:
+        return self.state.count
+
+    @torch.inference_mode()
+    def stop(self, rows: Sequence[int]) -> None:
+        self.state.stop(rows)
+
+    @torch.inference_mode()
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.state.move(sources, targets)
+
+    def progress(self) -> Progress:
+        return self.state.progress()
+
+    @torch.inference_mode()
+    def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> _Arriving:
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self.state.device)
+        longest = max(counts)
+        wanted = [self.state.tokens, self.state.logprobs]
+        if top and self.state.top_ids is not None and self.state.top_logprobs is not None:
+            wanted += [self.state.top_ids[..., :top], self.state.top_logprobs[..., :top]]
+        return _Arriving([tensor[:, :longest].index_select(0, index) for tensor in wanted], counts)
+
+    def use_weights(self) -> None:
+        """Nothing to do: it computes with the model's own."""
+
+
+class _Arriving:
+    """Arrays on their way to the host, which need not wait for them before it has the device go on."""
+
+    def __init__(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> None:
+        self._counts = list(counts)
+        self._event: torch.cuda.Event | None = None
+        if not tensors[0].is_cuda:
+            self._tensors = list(tensors)
+            return
+        self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for here, there in zip(self._tensors, tensors, strict=True):
+            here.copy_(there, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def result(self) -> list[Response]:
+        if self._event is not None:
+            self._event.synchronize()
+        arrays = [tensor.numpy() for tensor in self._tensors]
+        return [Response(*(a[i, :n].copy() for a in arrays)) for i, n in enumerate(self._counts)]
 
 
 def _stacked(parts: Sequence[npt.NDArray[np.generic]], width: int) -> npt.NDArray[np.generic]:

@@ -1,9 +1,11 @@
-"""What the paged decoder knows of samples that are not finished."""
+"""What the decoder knows of samples that are not finished."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +13,11 @@ import numpy.typing as npt
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, Request
 from dapo.rollout.native.checks import not_finite
-from dapo.rollout.native.paged.device import NOTHING, Response
-from dapo.rollout.native.paged.pages import PageArray
+from dapo.rollout.native.pages import PageArray
+from dapo.rollout.native.runner import NOTHING, Response
+
+Told = Mapping[int, Mapping[tuple[int, int], int]]
+"""By key, request and index of a sample: how many of its tokens whoever watches has been told."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +39,9 @@ class SampleInFlight:
         marks = [(i, v) for i, v in enumerate(draft.versions) if not i or v != draft.versions[i - 1]]
         return cls(key, request, draft.index, done=done, marks=marks)
 
-    def draft(self, response: Response, start: int = 0) -> Draft:
-        """What it has by now, which is ``response``, from token ``start`` on."""
+    def draft(self, response: Response, told: Told | None) -> Draft:
+        """What it has by now, which is ``response``, less what was told."""
+        start = (told or {}).get(self.key, {}).get((self.request.id, self.index), 0)
         versions = self.versions(len(response.tokens))
         arrays = (response.tokens, response.logprobs, versions)
         tokens, logprobs, sampled_under = (tuple(array[start:].tolist()) for array in arrays)
@@ -75,11 +81,13 @@ class SampleInFlight:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Sequences that start from the same tokens. ``pages`` hold all of these but the last, once they are computed."""
+    """Sequences that start from the same tokens. Once these are computed, ``pages`` hold all of them but the last, and
+    ``prompt`` is what the runner made of them."""
 
     tokens: npt.NDArray[np.int64]
     sequences: deque[SampleInFlight]
     pages: PageArray | None = None
+    prompt: Any = None
 
     @property
     def cached(self) -> int:

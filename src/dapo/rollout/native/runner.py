@@ -1,16 +1,19 @@
-"""What the paged decoder asks of a device, and the records that pass between them."""
+"""What the decoder asks of a device, and the records that pass between them.
+
+There are two runners: :mod:`dapo.rollout.native.slots` on a CPU, :mod:`dapo.rollout.native.paged.runner` on a GPU.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dapo.rollout.engine import Sampling
-from dapo.rollout.native.paged.pages import PageArray
+from dapo.rollout.native.pages import PageArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,8 @@ NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """What a row begins with. ``last_token`` is the one token not yet in the cache, which the first step computes;
-    ``cached`` come before it. ``done``: its response so far, if it was interrupted."""
+    """What a row begins with. ``last_token`` is the one that the first step computes, unless ``prompt``, which the
+    runner's prefill returned, holds more; ``cached`` come before it. ``done``: its response, if it was interrupted."""
 
     row: int
     last_token: int
@@ -37,6 +40,7 @@ class RowStart:
     seed: int
     sampling: Sampling
     done: Response = NOTHING
+    prompt: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,11 @@ class Variant:
 
     truncate: bool = False
     top: int = 0
+
+    @classmethod
+    def of(cls, asked: Sequence[Sampling]) -> Variant:
+        truncates = any(one.top_k or one.top_p < 1 or one.min_p for one in asked)
+        return cls(truncates, max(one.top_logprobs for one in asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +85,9 @@ class Runner(Protocol):
         """Rows that are computed when the first ``rows`` are in use."""
         ...
 
-    def prefill(self, tokens: npt.NDArray[np.int64], lengths: Sequence[int], slots: npt.NDArray[np.int64]) -> None:
-        """Compute keys and values of sequences laid end to end; token i goes to ``slots[i]`` (page x size + place)."""
+    def prefill(self, prompts: Sequence[npt.NDArray[np.int64]], pages: Sequence[PageArray]) -> Sequence[Any]:
+        """Compute keys and values of each of ``prompts``, in one packed pass. ``pages[i]`` are for all tokens of prompt
+        i but the last. Returns what the starts from each prompt are given."""
         ...
 
     def copy_pages(self, sources: PageArray, targets: PageArray) -> None:
@@ -102,6 +112,10 @@ class Runner(Protocol):
 
     def progress(self) -> Progress:
         """Where the rows stand; waits for the device."""
+        ...
+
+    def use_weights(self) -> None:
+        """The model's weights are others now."""
         ...
 
     def sleep(self) -> None:

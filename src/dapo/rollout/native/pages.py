@@ -6,10 +6,13 @@ group share the full pages of their prompt, which are counted. Page 0 belongs to
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
 PageArray = npt.NDArray[np.int32]
+_Count = TypeVar("_Count", int, npt.NDArray[np.int64])
 
 
 class PageAllocator:
@@ -64,7 +67,7 @@ class BlockTables:
 
     def missing(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """How many more pages each of ``rows`` needs to hold ``tokens``."""
-        needed = -(-tokens // self._page_tokens)
+        needed = pages_for(tokens, self._page_tokens)
         short: npt.NDArray[np.int64] = np.maximum(needed - self.held[rows], 0)
         return short
 
@@ -79,9 +82,10 @@ class BlockTables:
         self.held[rows] += missing.astype(np.int32)
 
     def end(self, row: int) -> None:
-        self._allocator.release(self.table[row, : self.held[row]])
-        self.held[row] = 0
-        self.table[row] = 0
+        if self.held[row]:
+            self._allocator.release(self.table[row, : self.held[row]])
+            self.held[row] = 0
+            self.table[row] = 0
 
     def move(self, source: int, target: int) -> None:
         """A row gets another number; ``target`` is empty."""
@@ -89,8 +93,9 @@ class BlockTables:
         self.table[source], self.held[source] = 0, 0
 
 
-def pages_for(tokens: int, page_tokens: int) -> int:
-    return -(-tokens // page_tokens)
+def pages_for(tokens: _Count, page_tokens: int) -> _Count:
+    """None at all where ``page_tokens`` is 0: of such a cache there is always enough."""
+    return -(-tokens // page_tokens) if page_tokens else tokens * 0
 
 
 def minimum_pages(max_sequence_tokens: int, page_tokens: int) -> int:

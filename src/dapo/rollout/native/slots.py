@@ -1,0 +1,282 @@
+"""Decoding on a CPU: keys and values in contiguous slots.
+
+A CPU has no attention kernel that reads pages; gathering them would copy the whole context at every step. So each row
+has a slot, into which a prompt's keys and values, computed once for its group, are copied when a sample starts there.
+The prompt's pass also gives the logits of the first token. See docs/decisions/0003-cpu-cache.md.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dapo.errors import ModelError
+from dapo.model.attention import AttentionSpec, step_attention
+from dapo.model.forward import hidden_states, output_head
+from dapo.model.loading import key_value_heads
+from dapo.model.packed import PackedAttention
+from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.pages import PageArray
+from dapo.rollout.native.rows import IDLE, Rows, RowsRunner
+from dapo.rollout.native.runner import Progress, RowStart, Variant
+from dapo.rollout.native.sampler import RowSettings, sample, top_logprobs, uniforms
+from dapo.rollout.native.stopping import StopTexts
+from dapo.util.files import size_text
+
+PREFILL_TOKENS = 4096  # prompts computed in one pass: enough to fill the cores, little memory
+
+
+def slot_decoder(
+    model: Any,
+    stop_token_ids: Sequence[int],
+    *,
+    max_sequence_tokens: int,
+    max_concurrent_samples: int,
+    deterministic: bool = False,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> Decoder:
+    """A decoder for ``model``, which is on the CPU.
+
+    Args:
+        model: from :func:`dapo.model.loading.copy_model`; its parameters are this decoder's own.
+        stop_token_ids: each ends a response and belongs to it.
+        max_sequence_tokens: longest prompt and response together.
+        max_concurrent_samples: rows decoded at once.
+        deterministic: pin all shapes (see :class:`SlotRunner`) and prefill prompts one by one.
+        decode: token ids to text, for requests with stop texts; without it they are refused.
+
+    Raises ModelError: the machine cannot give the cache's memory.
+    """
+    return Decoder(
+        SlotRunner(model, stop_token_ids, max_concurrent_samples, max_sequence_tokens, pinned=deterministic),
+        pages=max_concurrent_samples + 4,  # none is ever taken
+        page_tokens=0,
+        max_sequence_tokens=max_sequence_tokens,
+        vocabulary=model.get_output_embeddings().weight.shape[0],
+        stop_token_ids=stop_token_ids,
+        stop_texts=None if decode is None else StopTexts(decode),
+        stretch=1,
+        prefill_tokens=-1 if deterministic else PREFILL_TOKENS,
+    )
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """Keys and values ``[Hkv, T, D]`` of a prompt in each layer, and the logits ``[1, V]`` that follow it."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    logits: Tensor | None = None
+
+
+class SlotRunner(RowsRunner):
+    """Implements :class:`~dapo.rollout.native.runner.Runner` over ``[rows, Hkv, tokens, D]`` in each layer.
+
+    Memory is taken page by page as sequences reach it, and given back by :meth:`sleep`.
+    """
+
+    def __init__(self, model: Any, stop_ids: Sequence[int], slots: int, max_tokens: int, pinned: bool = False) -> None:
+        """
+        Args:
+            max_tokens: longest sequence, prompt and response.
+            pinned: every step computes all rows over the full length, so that the shapes of matrix products, and with
+                them the bits of a row, never depend on what else is in flight.
+
+        Raises:
+            ModelError: the machine cannot give so much memory.
+        """
+        text_config = model.config.get_text_config()
+        heads, dim = key_value_heads(text_config)
+        self.layers = text_config.num_hidden_layers
+        self.max_tokens = max_tokens
+        self.pinned = pinned
+        self._shape = (slots, heads, max_tokens, dim)
+        self._dtype = next(model.parameters()).dtype
+        self.keys: list[Tensor]
+        self.values: list[Tensor]
+        self._take_memory()  # pages that nobody writes cost nothing: where it fails, it does so before there is work
+        self.sleep()
+        super().__init__(model, rows := Rows(slots, max_tokens, 0, stop_ids, "cpu"))
+        every = vars(rows) | {name: getattr(rows.settings, name) for name in RowSettings.__slots__}
+        self._arrays = {name: tensor.numpy() for name, tensor in every.items() if isinstance(tensor, Tensor)}
+        self._index = np.arange(slots)
+        self.use_weights()
+
+    def use_weights(self) -> None:
+        """The head is held in float32, which it computes in: that saves widening it for every token. Costs as much
+        memory as a float32 embedding where weights are narrower."""
+        self._head = output_head(self.model).in_float32()
+
+    def rung(self, rows: int) -> int:
+        return self.rows if self.pinned else rows
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[npt.NDArray[np.int64]], pages: Sequence[PageArray]) -> list[_Prompt]:
+        lengths = [len(prompt) for prompt in prompts]
+        found = [_Prompt() for _ in prompts]
+        token_ids = torch.from_numpy(np.concatenate(prompts))
+        position_ids = torch.cat([torch.arange(n) for n in lengths])
+        hidden = hidden_states(self.model, token_ids, position_ids, _Prefill(found, lengths))
+        for prompt, state in zip(found, hidden[torch.tensor(lengths).cumsum(0) - 1], strict=True):
+            prompt.logits = self._head.logits(state[None])
+        return found
+
+    def copy_pages(self, sources: PageArray, targets: PageArray) -> None:
+        """Nothing to do: a start copies."""
+
+    @torch.inference_mode()
+    def start(self, starts: Sequence[RowStart]) -> None:
+        if not self.keys:
+            self._take_memory()
+        for start in starts:
+            for layer in range(self.layers):
+                self.keys[layer][start.row, :, : start.cached + 1] = start.prompt.keys[layer]
+                self.values[layer][start.row, :, : start.cached + 1] = start.prompt.values[layer]
+            self._begin(start)
+        rows = np.array([start.row for start in starts])
+        logits = torch.cat([start.prompt.logits for start in starts])
+        self._draw(rows, logits, Variant.of([start.sampling for start in starts]))
+
+    def _begin(self, start: RowStart) -> None:
+        """:meth:`Rows.start`, of one and in numpy."""
+        asked, row = start.sampling, start.row
+        self._arrays["uniforms"][row, : asked.max_tokens] = uniforms(start.seed, asked.max_tokens)
+        for name, value in (
+            ("generated", len(start.done.tokens)),
+            ("limits", asked.max_tokens),
+            ("lengths", start.cached),
+            ("temperature", asked.temperature),
+            ("top_k", min(asked.top_k, 2**31 - 1)),
+            ("top_p", asked.top_p),
+            ("min_p", asked.min_p),
+        ):
+            self._arrays[name][row] = value
+        self.state.restore(start)
+
+    @torch.inference_mode()
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            used = int(self.state.lengths[source])
+            for store in (*self.keys, *self.values):
+                store[target, :, :used] = store[source, :, :used]
+        super().move(sources, targets)
+
+    @torch.inference_mode()
+    def run(self, rows: int, steps: int, variant: Variant, table: npt.NDArray[np.int32]) -> None:
+        for _ in range(steps):
+            if int(self._arrays["lengths"][:rows].max()) < 0:  # the first token was the last one
+                return
+            context = _Decode(self, rows)
+            token_ids = self.state.last_tokens[:rows, None]
+            hidden = hidden_states(self.model, token_ids, context.position_ids[:, None], context)
+            self._draw(slice(rows), self._head.logits(hidden[:, 0]), variant)
+
+    def progress(self) -> Progress:
+        return Progress(self._arrays["lengths"].astype(np.int64), self._arrays["generated"].copy())
+
+    def _draw(self, rows: slice | npt.NDArray[np.int64], logits: Tensor, variant: Variant) -> None:
+        """Draw the next token of ``rows``, write it down and see who is done, as :meth:`Rows.record` does on a GPU. In
+        numpy, which takes a third of the time for so few numbers."""
+        state, rows_of, index = self.state, self._arrays, self._index[rows]
+        at, settings = rows_of["generated"][rows], state.settings.of_rows(rows)
+        if top := min(variant.top, logits.shape[1]):
+            state.keep_top(top)
+            assert state.top_ids is not None and state.top_logprobs is not None
+            ids, _ = top_logprobs(logits, settings, top)
+            values = torch.log_softmax(logits / settings.divisors, dim=-1).gather(1, ids)  # the bits of a token drawn
+            state.top_ids.numpy()[index, at, :top] = ids.numpy()
+            state.top_logprobs.numpy()[index, at, :top] = values.numpy()
+        uniform = torch.from_numpy(rows_of["uniforms"][index, at])
+        drawn = sample(logits, uniform, settings, truncate=variant.truncate)
+        tokens, logprobs = drawn[0].numpy(), drawn[1].numpy()
+        rows_of["tokens"][index, at], rows_of["logprobs"][index, at] = tokens, logprobs
+        lengths = rows_of["lengths"][rows]
+        active = lengths >= 0
+        generated = at + active
+        stays = active & (generated < rows_of["limits"][rows]) & (tokens[:, None] != rows_of["stop_ids"]).all(axis=1)
+        stays &= np.isfinite(logprobs)  # the decoder refuses it
+        rows_of["generated"][rows], rows_of["last_tokens"][rows] = generated, tokens
+        rows_of["lengths"][rows] = np.where(stays, lengths + 1, IDLE)
+
+    def sleep(self) -> None:
+        self.keys, self.values = [], []
+
+    def wake(self) -> None:
+        """Nothing to do: memory is taken with the next start."""
+
+    def _take_memory(self) -> None:
+        try:
+            stores = [_untouched_zeros(self._shape, self._dtype) for _ in range(2 * self.layers)]
+        except (OSError, OverflowError, ValueError, MemoryError):
+            slots, size = self._shape[0], 2 * self.layers * math.prod(self._shape) * self._dtype.itemsize
+            raise ModelError(
+                f"keys and values of {slots:,} sequences of {self.max_tokens:,} tokens take {size_text(size)}, "
+                "which this machine does not give; lower rollout.max_concurrent_samples or rollout.max_response_length"
+            ) from None
+        self.keys, self.values = stores[::2], stores[1::2]  # both or neither
+
+
+class _Prefill:
+    """Packed causal attention that also keeps each prompt's keys and values."""
+
+    def __init__(self, prompts: Sequence[_Prompt], lengths: Sequence[int]) -> None:
+        self._prompts, self._lengths = prompts, lengths
+        self._packed = PackedAttention(lengths)
+
+    def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        end = 0
+        for prompt, length in zip(self._prompts, self._lengths, strict=True):
+            start, end = end, end + length
+            prompt.keys.append(key[0, :, start:end])
+            prompt.values.append(value[0, :, start:end])
+        return self._packed.attend(spec, query, key, value)
+
+
+class _Decode:
+    """One token per row: store its key and value, attend over the row's own tokens. Idle rows are at position 0."""
+
+    def __init__(self, slots: SlotRunner, rows: int) -> None:
+        self._keys, self._values = slots.keys, slots.values
+        self._row = torch.arange(rows)
+        self.position_ids = slots.state.lengths[:rows].clamp(min=0).long()
+        longest = int(self.position_ids.max()) + 1
+        self._reach = slots.max_tokens if slots.pinned else min(slots.max_tokens, _bucket(longest))
+        self._distance = self.position_ids[:, None, None, None] - torch.arange(self._reach)
+        self._visible: dict[int | None, Tensor] = {}
+
+    def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self._keys[spec.layer], self._values[spec.layer]
+        keys[self._row, :, self.position_ids] = key[:, :, 0]
+        values[self._row, :, self.position_ids] = value[:, :, 0]
+        rows, reach = len(self._row), self._reach
+        seen = self._mask(spec.window)
+        out = step_attention(spec, query, keys[:rows, :, :reach], values[:rows, :, :reach], seen)
+        return out.transpose(1, 2)
+
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self._visible:
+            visible = self._distance >= 0
+            self._visible[window] = visible if window is None else visible & (self._distance < window)
+        return self._visible[window]
+
+
+def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until they are written: pages of the system's own, whatever the allocator does.
+
+    Zeros and not garbage: masked keys get weight 0, and 0 times a stray NaN would still be NaN.
+    """
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
+
+
+def _bucket(tokens: int) -> int:
+    """The reach of a decode step: rounded up, so that few shapes occur and little beyond the longest row is read."""
+    return -(-tokens // 16) * 16
