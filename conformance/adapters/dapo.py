@@ -25,7 +25,7 @@ from dapo.model.head import token_logprobs
 from dapo.model.loading import copy_model, load_model, stop_token_ids
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Request, Sampling
-from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.slots import slot_decoder
 from dapo.training.micro_batch import select_tokens
 from dapo.training.packing import pack
 from dapo.training.trainer import Trainer
@@ -133,7 +133,7 @@ class DapoAdapter(Adapter):
     ) -> Mapping[str, Any]:
         model = load_model(chain_model(chain, vocabulary, eos, pad))
         stop = stop_token_ids(model, word_tokenizer(vocabulary, tokenizer_eos, pad))
-        decoder = Decoder(
+        decoder = slot_decoder(
             copy_model(model, torch.float32),
             stop,
             max_sequence_tokens=limit + max(map(len, prompts)),
