@@ -169,8 +169,9 @@ class Decoder:
 
     def stretch(self, told: Told) -> Iterator[list[tuple[int, Sample | Draft]]]:
         """Admit and decode. While the device is at work, yields the samples that finished in the stretch before, and
-        drafts as they were after it."""
-        drafts = self._drafts(told) if told else list[tuple[int, Draft]]
+        drafts as they were after it; of a stretch of one step both are yielded at its end."""
+        waits = self._stretch > 1
+        drafts = self._drafts(told) if told and waits else list[tuple[int, Draft]]
         self._admit()
         if not self._rows:
             yield [*self.finished()]
@@ -182,8 +183,8 @@ class Decoder:
         self._runner.run(self._runner.rung(max(self._rows) + 1), steps, variant, self._tables.table)
         yield [*self.finished(), *drafts()]
         self._collect()
-        if self._stretch == 1:  # too short to be worth a wait
-            yield [*self.finished()]
+        if not waits:
+            yield [*self.finished(), *(self.drafts(told) if told else ())]
 
     def step(self) -> list[tuple[int, Sample]]:
         """The same at once, without drafts."""

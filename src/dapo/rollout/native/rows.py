@@ -7,6 +7,8 @@ the others, but reads and writes nothing.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +34,7 @@ class Rows:
         """``max_tokens``: longest response. ``pages_per_row``: width of the block tables."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return untouched_zeros(shape, dtype, self.device)
 
         self.count = rows
         self.device = torch.device(device)
@@ -98,13 +100,15 @@ class Rows:
         if rows:
             self.lengths[self._index(rows)] = IDLE
 
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Rows get other numbers; ``targets`` are idle and no row is in both."""
+    def move(self, sources: Sequence[int], targets: Sequence[int], width: int | None = None) -> None:
+        """Rows get other numbers; ``targets`` are idle and no row is in both. ``width``: so many places of a response
+        are in use; None: all."""
         if not sources:
             return
         source, target = self._index(sources), self._index(targets)
         for tensor in self._per_row():
-            tensor[target] = tensor[source]
+            used = tensor[:, :width] if tensor.dim() > 1 else tensor
+            used[target] = used[source]
         self.lengths[source] = IDLE
 
     def set_tables(self, table: npt.NDArray[np.int32]) -> None:
@@ -121,8 +125,8 @@ class Rows:
         if count <= have:
             return False
         shape = (*self.tokens.shape, count)
-        ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        ids = untouched_zeros(shape, torch.int32, self.device)
+        logprobs = untouched_zeros(shape, torch.float32, self.device)
         if old_ids is not None and old_logprobs is not None:
             ids[..., :have], logprobs[..., :have] = old_ids, old_logprobs
         self.top_ids, self.top_logprobs = ids, logprobs
@@ -217,6 +221,18 @@ class _Arriving:
             self._event.synchronize()
         arrays = [tensor.numpy() for tensor in self._tensors]
         return [Response(*(a[i, :n].copy() for a in arrays)) for i, n in enumerate(self._counts)]
+
+
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Zeros that take no memory of a CPU until they are written: most responses are far shorter than the limit. They
+    are pages of the system's own, whatever the allocator does.
+
+    Zeros and not garbage: masked keys get weight 0, and 0 times a stray NaN would still be NaN.
+    """
+    if torch.device(device).type != "cpu" or 0 in shape:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def _stacked(parts: Sequence[npt.NDArray[np.generic]], width: int) -> npt.NDArray[np.generic]:

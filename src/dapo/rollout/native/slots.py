@@ -8,7 +8,6 @@ The prompt's pass also gives the logits of the first token. See docs/decisions/0
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ from dapo.model.loading import key_value_heads
 from dapo.model.packed import PackedAttention
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.pages import PageArray
-from dapo.rollout.native.rows import IDLE, Rows, RowsRunner
+from dapo.rollout.native.rows import IDLE, Rows, RowsRunner, untouched_zeros
 from dapo.rollout.native.runner import Progress, RowStart, Variant
 from dapo.rollout.native.sampler import RowSettings, sample, top_logprobs, uniforms
 from dapo.rollout.native.stopping import StopTexts
@@ -167,7 +166,7 @@ class SlotRunner(RowsRunner):
             used = int(self.state.lengths[source])
             for store in (*self.keys, *self.values):
                 store[target, :, :used] = store[source, :, :used]
-        super().move(sources, targets)
+        self.state.move(sources, targets, int(self._arrays["limits"][list(sources)].max()))
 
     @torch.inference_mode()
     def run(self, rows: int, steps: int, variant: Variant, table: npt.NDArray[np.int32]) -> None:
@@ -214,7 +213,7 @@ class SlotRunner(RowsRunner):
 
     def _take_memory(self) -> None:
         try:
-            stores = [_untouched_zeros(self._shape, self._dtype) for _ in range(2 * self.layers)]
+            stores = [untouched_zeros(self._shape, self._dtype) for _ in range(2 * self.layers)]
         except (OSError, OverflowError, ValueError, MemoryError):
             slots, size = self._shape[0], 2 * self.layers * math.prod(self._shape) * self._dtype.itemsize
             raise ModelError(
@@ -266,15 +265,6 @@ class _Decode:
             visible = self._distance >= 0
             self._visible[window] = visible if window is None else visible & (self._distance < window)
         return self._visible[window]
-
-
-def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until they are written: pages of the system's own, whatever the allocator does.
-
-    Zeros and not garbage: masked keys get weight 0, and 0 times a stray NaN would still be NaN.
-    """
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def _bucket(tokens: int) -> int:
