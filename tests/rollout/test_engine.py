@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import subprocess
 import sys
 import threading
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -449,6 +451,29 @@ def test_streams_are_told_of_drafts_a_while_apart_but_of_the_first_one_at_once(m
         await engine.close()
 
     asyncio.run(run())
+
+
+def test_a_response_is_told_of_with_the_step_that_drew_it() -> None:
+    decoder = slot_decoder(MODEL, (), max_sequence_tokens=20, max_concurrent_samples=2)
+    decoder.submit(0, Request(0, (5, 6), (1, 2), PLAIN))
+    drafts = [event for events in decoder.stretch({0: {}}) for _, event in events]
+    assert [len(draft.token_ids) for draft in drafts] == [2, 2]  # one after the prompt, one of the step
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's count of pages")
+def test_a_long_limit_takes_no_memory_until_responses_reach_it() -> None:
+    """The state of 8 rows of a million tokens would be 128 MiB, and 320 more with five likeliest tokens each."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    decoder = slot_decoder(MODEL, (), max_sequence_tokens=2**20, max_concurrent_samples=8)
+    for limit in (2, 20, 3, 4):  # the others move down when the first has ended
+        decoder.submit(0, Request(0, (5, 6), (1, 2), Sampling(1.0, limit, top_logprobs=5)))
+    while decoder.busy:
+        decoder.step()
+    assert resident() - before < 32 * 2**20
 
 
 def test_a_cache_that_no_machine_has_is_refused_before_there_is_work() -> None:

@@ -13,7 +13,7 @@ from dapo.model.compiling import compile_layers
 from dapo.model.loading import key_value_heads
 from dapo.rollout.native.decoder import PREFILL_TOKENS, STRETCH, Decoder
 from dapo.rollout.native.paged.pool import Pool, PoolShape
-from dapo.rollout.native.paged.runner import DeviceRunner
+from dapo.rollout.native.paged.runner import PagedRunner
 from dapo.rollout.native.pages import minimum_pages, pages_for
 from dapo.rollout.native.rows import Rows
 from dapo.rollout.native.stopping import StopTexts
@@ -60,7 +60,7 @@ def paged_decoder(
             f"there is room for {_gib(cache_bytes)} on {device}; shorten rollout.max_response_length, lower "
             "rollout.max_concurrent_samples, or raise rollout.cache_gib"
         )
-    runner = DeviceRunner(
+    runner = PagedRunner(
         model,
         Pool(replace(shape, pages=pages), device),
         rows,

@@ -37,7 +37,7 @@ _CAPTURING = threading.Lock()
 """Beginning a capture waits for the whole device, which breaks one that another engine has begun on it."""
 
 
-class DeviceRunner(RowsRunner):
+class PagedRunner(RowsRunner):
     """Implements :class:`~dapo.rollout.native.runner.Runner` over pages."""
 
     def __init__(self, model: Any, pool: Pool, rows: Rows, *, max_sequence_tokens: int, pinned: bool = False) -> None:
