@@ -53,8 +53,8 @@ class Decoder:
         """
         Args:
             runner: the device's side.
-            pages, page_tokens: of the pool, page 0 included; 0 tokens: the runner has no pages but room for each row,
-                and no prompt is computed before it can start.
+            pages, page_tokens: of the pool, page 0 included. A page of 0 tokens: the runner has no pages but room for
+                each row, and no prompt is computed before it can start.
             max_sequence_tokens: longest prompt and response together.
             vocabulary: token ids are below it.
             stop_token_ids: each ends a response and belongs to it.
@@ -84,7 +84,7 @@ class Decoder:
         self._stop_texts = stop_texts
         self._stretch = stretch
         self._prefill_tokens = prefill_tokens
-        self.sleep, self.wake = runner.sleep, runner.wake  # while nothing is left to do
+        self.sleep, self.wake = runner.sleep, runner.wake  # of the cache's memory; only while nothing is left to do
         self._pages = PageAllocator(pages)
         self._tables = BlockTables(self._pages, runner.rows, max_sequence_tokens, page_tokens)
         self._waiting: deque[Waiting] = deque()

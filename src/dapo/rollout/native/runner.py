@@ -1,6 +1,7 @@
 """What the decoder asks of a device, and the records that pass between them.
 
-There are two runners: :mod:`dapo.rollout.native.slots` on a CPU, :mod:`dapo.rollout.native.paged.runner` on a GPU.
+There are two runners: :class:`~dapo.rollout.native.slots.SlotRunner` on a CPU, and on a GPU
+:class:`~dapo.rollout.native.paged.runner.PagedRunner`.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Runner(Protocol):
         ...
 
     def start(self, starts: Sequence[RowStart]) -> None:
-        """Begin sequences in idle rows."""
+        """Begin sequences in idle rows. Where a prompt's logits were kept, that draws the first token."""
         ...
 
     def stop(self, rows: Sequence[int]) -> None:

@@ -56,7 +56,7 @@ def slot_decoder(
     """
     return Decoder(
         SlotRunner(model, stop_token_ids, max_concurrent_samples, max_sequence_tokens, pinned=deterministic),
-        pages=max_concurrent_samples + 4,  # none is ever taken
+        pages=max_concurrent_samples + 4,  # enough to keep aside for rows to grow by; none is taken
         page_tokens=0,
         max_sequence_tokens=max_sequence_tokens,
         vocabulary=model.get_output_embeddings().weight.shape[0],
