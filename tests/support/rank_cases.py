@@ -20,8 +20,9 @@ from dapo.model.loading import load_model
 from dapo.training.faults import FaultFolder
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.parallel import shards
-from dapo.training.parallel.holding import Replica, Sharded
+from dapo.training.parallel.holding import Replica
 from dapo.training.parallel.ranks import ProcessRanks
+from dapo.training.parallel.sharded import Sharded
 from dapo.training.parallel.worker import RankWorker
 from dapo.training.trainer import Trainer
 from helpers import random_model

@@ -27,8 +27,9 @@ from dapo.training.base_learner import Facts
 from dapo.training.learner import LocalLearner
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.objective_protocol import Objective
-from dapo.training.parallel.holding import Replica, Sharded
+from dapo.training.parallel.holding import Replica
 from dapo.training.parallel.ranks import ProcessRanks
+from dapo.training.parallel.sharded import Sharded
 from dapo.training.policy import Policy
 from dapo.training.snapshot import (
     expected_bytes,
