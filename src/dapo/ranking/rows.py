@@ -73,7 +73,8 @@ def candidates(row: Any, place: str = "") -> Candidates:
     held = {key for key, value in row.items() if value is not None}
     prompt = text_or_messages(row, "prompt") if "prompt" in held else ""
     key, labels = next((key for key in _LABELS if key in held), ""), tuple[float, ...]()
-    if pair := next((pair for pair in PAIRS if held.issuperset(pair)), None):
+    pair = next((pair for pair in PAIRS if held.issuperset(pair)), None)
+    if pair and "candidates" not in held:  # samples of a pair's prompt, as distil makes them, are what is ranked
         found = ranked(row, PairKeys(chosen_key=pair[0], rejected_key=pair[1], responses_key="-"), needs_prompt=False)
         prompt, texts, labels = found.prompt, found.responses, (1.0, 0.0)
     elif key:
