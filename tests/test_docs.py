@@ -227,6 +227,20 @@ def test_links_and_files_that_are_named_exist(document: Path) -> None:
         assert any(place.exists() for place in places), f"{document.name} names {name}"
 
 
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_links_lead_to_headings_that_exist(document: Path) -> None:
+    for name, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        target = document.parent / name if name else document
+        assert target.suffix != ".md" or anchor in _anchors(target), f"{document.name} links to {name}#{anchor}"
+
+
 def test_the_patterns_find_what_they_look_for() -> None:
     """Over all pages; each of the tests here would pass with one that finds nothing."""
     texts = [page.read_text(encoding="utf-8") for page in PAGES]

@@ -66,6 +66,8 @@ def distil(
         _sampled(config, files, plan.folder / f"{name}.jsonl", listener)
         for name, files in (("train", plan.train), ("heldout", plan.heldout))
     )
+    if shared := {row.prompt_text for row in train} & {row.prompt_text for row in heldout}:
+        listener.warning(f"{len(shared)} held-out prompts are trained on, too: the gain on new prompts may be less")
     listener.phase(f"ranking {sum(len(row.texts) for row in train)} samples of {len(train)} prompts")
     scored = score_rows(ranker(), train)
     rows = _chosen(plan, train, scored)

@@ -183,9 +183,9 @@ def test_recipes_are_compared_where_all_have_come_and_by_what_it_cost(here: Path
     table = Table.read(here / "out")
     # deviation of 25 and 50: 17.68; 12.706 * 17.68 = 224.6, / sqrt(2) = 158.8, * sqrt(1 + 1/2) = 275.1
     assert line(table, "held-out accuracy, after training") == ["37.5% ± 158.8", "100.0% ± 224.6", "-"]
-    assert line(table, "less the first, by seeds") == ["", "+62.5 ± 275.1", ""]
-    rows = line(table, "less the first, by rows")[1]  # right are 2 and 4 rows of 8, then 8: gains 0, 1/2 and 1
-    assert rows.startswith("+62.5 (+") and line(table, "less the first, by rows")[::2] == ["", ""]
+    assert line(table, "minus the first, by seeds") == ["", "+62.5 ± 275.1", ""]
+    rows = line(table, "minus the first, by rows")[1]  # right are 2 and 4 rows of 8, then 8: gains 0, 1/2 and 1
+    assert rows.startswith("+62.5 (+") and line(table, "minus the first, by rows")[::2] == ["", ""]
     assert line(table, "held-out accuracy at 24 samples") == ["37.5% ± 158.8", "50.0% ± 224.6", "-"]
     assert line(table, "minutes") == ["1.00", "1.00", "-"] and line(table, "samples") == ["24", "48", "-"]
     assert line(table, "tokens sampled") == ["100", "200", "-"] and line(table, "tokens trained") == ["150", "300", "-"]

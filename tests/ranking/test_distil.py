@@ -82,6 +82,9 @@ def test_a_filter_that_lets_nothing_through_is_told(task: dict[str, Path], tmp_p
     code, said = distil(task, "--calibration", str(tmp_path / "t.json"), "--samples", "2")
     assert code == 2 and "no sample passes the threshold" in " ".join(said.split())
     assert "with --calibration sft" in distil(task, "--calibration", "t.json", "--method", "dpo")[1].replace("\n", " ")
+    same = task | {"--heldout": task["--data"], "--dir": tmp_path / "same"}
+    said = " ".join(distil(same, "--calibration", str(tmp_path / "t.json"), "--samples", "2")[1].split())
+    assert "held-out prompts are trained on, too" in said
 
 
 @pytest.mark.nightly

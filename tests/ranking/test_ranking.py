@@ -124,6 +124,7 @@ def test_an_empty_result_stays_empty() -> None:
         ({"prompt": "p", "candidates": []}, (), ()),
         ({"prompt": "p", "responses": ["a", "b", "c"]}, ("a", "b", "c"), (0.0, -1.0, -2.0)),
         ({"response": "a", "label": True, "model": "m"}, ("a",), (1.0,)),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "candidates": ["c"]}, ("c",), ()),  # samples of its prompt
     ],
 )
 def test_forms_of_rows(row: dict, texts: tuple, labels: tuple) -> None:

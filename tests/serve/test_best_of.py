@@ -69,6 +69,7 @@ def test_completions_of_several_prompts_and_n_choices(best: Served) -> None:
         ({"ranker": "distinct"}, "give best_of, such as 8"),
         ({"best_of": 2, "n": 3, "ranker": "distinct"}, "of which n=3"),
         ({"best_of": 2, "ranker": "distinct", "stream": True}, "known when all are written"),
+        ({"best_of": 2, "ranker": "distinct", "temperature": 0}, "at 0 all best_of samples are the same"),
         ({"best_of": 2000, "ranker": "distinct"}, "this server takes"),
     ],
 )

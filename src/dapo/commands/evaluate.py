@@ -214,7 +214,7 @@ def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, 
 _SHARES = {
     "wrong": "answered, but wrong",
     "no_answer": "no answer found",
-    "lenient": "right, or the last number is",
+    "lenient": "right, or its last number is",
     "truncated": "cut at the limit",
     "failed": "scores that failed",
 }

@@ -128,9 +128,7 @@ def _check_options(
     if not labelled and (precision is not None or recall is not None):
         raise ConfigError("--precision, --recall: need labelled rows to choose a threshold on: --labelled FILE")
     if sum(map(bool, (labelled, calibration and not labelled, threshold is not None))) != 1:
-        raise ConfigError(
-            "give one of --labelled FILE (with --precision or --recall), --calibration FILE, --threshold X"
-        )
+        raise ConfigError("give one of --labelled FILE (and --precision or --recall), --calibration FILE, --threshold")
 
 
 def _opened(

@@ -196,8 +196,8 @@ class Table:
         names, what = self.names, f"held-out {self.metric}"
         lines = [
             [f"{what}, after training", *self._means(self.values())],
-            ["less the first, by seeds", *map(self._by_seeds, names)],
-            ["less the first, by rows", *map(self._by_rows, names)],
+            ["minus the first, by seeds", *map(self._by_seeds, names)],
+            ["minus the first, by rows", *map(self._by_rows, names)],
         ]
         for axis, end in self.ends.items():
             lines.append([f"{what} at {end:,.{2 * (axis == 'minutes')}f} {axis}", *self._means(self.values(axis))])

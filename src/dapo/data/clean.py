@@ -30,7 +30,7 @@ KINDS = {
     "bad": "left out: cannot be used",
     "repeated": "left out: the same prompt and answer as an earlier row",
     "conflict": "left out: the same prompt as another row, with another answer",
-    "near": "left out: an earlier row but for a few words",
+    "near": "left out: repeats an earlier row, but for a few words",
     "evaluation": "left out: stands in a file to evaluate on",
     "control": "mended: control characters",
     "integer": "mended: the answer is an integer, and now written as one",

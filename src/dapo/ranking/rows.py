@@ -17,7 +17,7 @@ from dapo.data.rows import BadRow, Messages, Row, Table, listed, plain_value, te
 from dapo.errors import DataError
 
 PAIRS = (("chosen", "rejected"), ("correct_code", "incorrect_code"))
-"""Keys of a pair, the better one first."""
+"""Keys of a pair, the better one first. Where a row has candidates, too, it is these that are ranked."""
 _LABELS = {"candidates": "labels", "responses": "scores", "response": "label"}
 """Keys of other rows, and where each has its labels."""
 EVERY = "*"
@@ -73,7 +73,7 @@ def candidates(row: Any, place: str = "") -> Candidates:
     held = {key for key, value in row.items() if value is not None}
     prompt = text_or_messages(row, "prompt") if "prompt" in held else ""
     key, labels = next((key for key in _LABELS if key in held), ""), tuple[float, ...]()
-    if pair := next((pair for pair in PAIRS if held.issuperset(pair)), None):
+    if pair := next((pair for pair in PAIRS if held.issuperset(pair) and "candidates" not in held), None):
         found = ranked(row, PairKeys(chosen_key=pair[0], rejected_key=pair[1], responses_key="-"), needs_prompt=False)
         prompt, texts, labels = found.prompt, found.responses, (1.0, 0.0)
     elif key:

@@ -25,9 +25,7 @@ def ranker_of(body: SamplingRequest, rankers: Rankers) -> tuple[str, Scorer] | N
     if body.best_of < body.n:
         raise Refused(400, f"best_of: {body.best_of} samples, of which n={body.n} are asked for", "best_of")
     if body.stream:
-        raise Refused(
-            400, "stream: the best of several samples is known when all are written; leave stream out", "stream"
-        )
+        raise Refused(400, "stream: the best sample is known when all are written; leave stream out", "stream")
     try:
         return rankers.named(body.ranker)
     except KeyError as error:

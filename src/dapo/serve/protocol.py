@@ -147,15 +147,17 @@ class SamplingRequest(BaseModel):
         default = evaluation_sampling(served.prompting.config)
         stop = default.stop if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p")}
-        top_k = None if self.top_k is None else max(self.top_k, 0)  # vLLM's -1 is off
         room = max(served.context - longest, 1)  # none left: the engine says so
-        return Sampling(
+        sampling = Sampling(
             max_tokens=self.max_tokens or min(default.max_tokens, room),
-            top_k=default.top_k if top_k is None else top_k,
+            top_k=default.top_k if self.top_k is None else max(self.top_k, 0),  # vLLM's -1 is off
             stop=stop,
             top_logprobs=self.likely or 0,
             **{name: getattr(default, name) if value is None else value for name, value in given.items()},
         )
+        if self.best_of and not sampling.temperature:
+            raise Refused(400, "temperature: at 0 all best_of samples are the same; give one above 0", "temperature")
+        return sampling
 
     def _check(self, served: ServedModel) -> None:
         for name in self.model_extra or ():
