@@ -173,11 +173,11 @@ def test_rows_that_have_changed_are_not_taken_for_those_of_the_run(tmp_path, fun
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"draw": 0, "row": 0}', "index: missing; length: missing; prompt: missing"),
+        ('{"draw": 0, "row": 0}', "index: Field required, .*; length: Field required, .*; prompt: Field required"),
         ("{,}", "not a line of samples"),
-        ({"response": 4}, "response: expected text, found 4"),
-        ({"reward": None}, "reward: expected a finite number, as the sample was scored, found null"),
-        ({"correct": 1}, "correct: expected true or false or null, found 1"),
+        ({"response": 4}, "response: Input should be a valid string, found 4"),
+        ({"reward": None}, "reward: should be a number, as the sample was scored, found null"),
+        ({"correct": 1}, "correct: Input should be a valid boolean, found 1"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, words):

@@ -344,21 +344,21 @@ def test_a_stored_sample_with_something_else_for_a_number_is_refused_with_file_l
     for value in [one for one in ODD if key != "parts" or one != {"a": 1}]:
         path.write_text(whole)
         change_lines(copied_run, 1, lambda lines, value=value: lines[2].update({key: value}))
-        with pytest.raises(UserError, match=rf"step-00001\.jsonl:3: {key}: expected .*, found "):
+        with pytest.raises(UserError, match=rf"step-00001\.jsonl:3: {key}: Input should be .*, found "):
             replay(copied_run, 1, gradients=0, rewards=False)
 
 
 def test_a_sample_in_the_loss_without_its_advantage_is_refused(copied_run: Path) -> None:
     place, _ = trained(copied_run, 1)
     change_lines(copied_run, 1, lambda lines: lines[place].update(advantage=None))
-    with pytest.raises(UserError, match=rf":{place + 1}: advantage: expected a finite number, .* found null"):
+    with pytest.raises(UserError, match=rf":{place + 1}: advantage: should be a number, .* found null"):
         replay(copied_run, 1)
 
 
 def test_a_report_without_its_loss_is_no_proof_of_one(copied_run: Path) -> None:
     path = copied_run / "samples" / "step-00001.updates.json"
     path.write_text("[{}, {}]")
-    with pytest.raises(UserError, match="update 0: loss: missing"):
+    with pytest.raises(UserError, match="update 0: loss: Field required"):
         replay(copied_run, 1)
 
 
@@ -382,7 +382,7 @@ def test_a_stored_report_with_something_else_for_a_number_is_refused_with_update
         of = reports[1][section[0]] if section else reports[1]
         of[last] = value
         path.write_text(json.dumps(reports))
-        with pytest.raises(UserError, match=rf"updates\.json: update 1: {key}[.\w]*: expected .*, found "):
+        with pytest.raises(UserError, match=rf"updates\.json: update 1: {key}[.\w]*: (Input|List) should .*, found "):
             replay(copied_run, 1, gradients=0, rewards=False)
 
 

@@ -86,7 +86,7 @@ def test_a_spoilt_number_is_an_error_of_the_file_and_not_of_the_program(kept_run
     change_lines(root, 1, lambda lines: lines[0].update(reward=float("nan")))
     result = dapo_replay(root, "--step", 1)
     assert result.exit_code == 1
-    assert "step-00001.jsonl:1: reward: expected a finite number or null, found NaN" in flat(result.stderr)
+    assert "step-00001.jsonl:1: reward: Input should be a finite number, found NaN" in flat(result.stderr)
 
 
 def test_the_tokens_of_a_sample_are_a_table(kept_run: Path) -> None:
