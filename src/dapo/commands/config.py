@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Overrides, complete_key, complete_recipe, is_setting
+from dapo.commands.shared.options import Debug, Overrides, is_setting
 from dapo.commands.shared.output import print_json
 from dapo.errors import ConfigError
 
@@ -27,11 +27,10 @@ def config(
         typer.Argument(
             metavar="[RECIPE]",
             help="YAML file that describes a run. None: the defaults.",
-            autocompletion=complete_recipe,
         ),
     ] = None,
     overrides: Overrides = None,
-    key: Annotated[str | None, typer.Option(help="Show this section or key only.", autocompletion=complete_key)] = None,
+    key: Annotated[str | None, typer.Option(help="Show this section or key only.")] = None,
     docs: Annotated[bool, typer.Option(help="Say what each key means, as comments.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     debug: Debug = False,

@@ -23,7 +23,6 @@ from dapo.commands.shared.options import (
     Quiet,
     Redact,
     TokenEnv,
-    complete_recipe,
     is_setting,
 )
 from dapo.commands.shared.output import print_lines, require_writable, status_line, write_results
@@ -70,7 +69,6 @@ def check(
         Path | None,
         typer.Option(
             help="Keys, template, tokenizer and reward of this recipe; its own files if none are named.",
-            autocompletion=complete_recipe,
         ),
     ] = None,
     tokenizer: Annotated[
@@ -126,9 +124,7 @@ def clean(
         list[str] | None,
         typer.Option("--eval", metavar="FILES", help="Files to evaluate on; rows that overlap with them are left out."),
     ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Keys and reward of this recipe.", autocompletion=complete_recipe)
-    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Keys and reward of this recipe.")] = None,
     fractions: Annotated[
         bool, typer.Option("--fractions", help="Where the answer is a fraction m/n, ask for m + n, as the paper does.")
     ] = False,

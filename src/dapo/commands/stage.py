@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, is_setting
+from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
 from dapo.commands.train import stopped_by_signals
 from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal, counted
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Recipe = Annotated[
     str | None,
-    typer.Argument(help="YAML file that describes the stage.", metavar="RECIPE", autocompletion=complete_recipe),
+    typer.Argument(help="YAML file that describes the stage.", metavar="RECIPE"),
 ]
 Resume = Annotated[
     Path | None,

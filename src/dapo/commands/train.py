@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from dapo.commands.shared.errors import complain, errors_for_people, exit_code
-from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, is_setting
+from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
 from dapo.errors import ConfigError, UserError
 from dapo.util.terminal import Terminal
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[
         str | None,  # and not a path, which would make one slash of the two in an override's address
-        typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe),
+        typer.Argument(help="YAML file that describes the run.", metavar="RECIPE"),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[

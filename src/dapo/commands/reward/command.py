@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import Debug, JsonFile, Run, complete_recipe, files_and_settings, step_range
+from dapo.commands.shared.options import Debug, JsonFile, Run, files_and_settings, step_range
 from dapo.commands.shared.output import print_lines, require_writable, status_line, write_results
 from dapo.errors import ConfigError
 from dapo.util.terminal import counted, warn
@@ -35,7 +35,6 @@ def check(
         typer.Argument(
             metavar="RECIPE|KIND",
             help="A recipe, of which the reward section is used; or math, code, exact.",
-            autocompletion=complete_recipe,
         ),
     ],
     words: Annotated[
@@ -95,7 +94,6 @@ def score(
         typer.Option(
             metavar="RECIPE|KIND",
             help="What to score with: a recipe, or math, exact, ...; by default the run's own reward.",
-            autocompletion=complete_recipe,
         ),
     ] = None,
     steps: _Steps = "all",
