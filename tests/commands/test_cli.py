@@ -164,9 +164,9 @@ def test_a_dry_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, color_system=None, width=80)
-    monkeypatch.setattr(train, "Terminal", lambda **_: terminal)
+    monkeypatch.setattr("dapo.util.terminal.Terminal", lambda **_: terminal)
     train.train(Path("r.yaml"), dry_run=True)
-    assert "clip_ratio_high: 0.28" in out.getvalue() and "samples per step  128" in out.getvalue()
+    assert "clip_ratio_high: 0.28" in out.getvalue() and "# samples per step: 128" in out.getvalue()
 
 
 def test_a_dry_run_shows_no_secrets() -> None:
