@@ -3,7 +3,7 @@
 usage: python bench/recording.py [--steps 20] [--rounds 3] [--seed 1] [--out runs/recording]
 
 Everything: samples of every group with their tokens, resources every second (five times as
-often as by default), TensorBoard. Nothing: metrics.jsonl alone. Both are the same
+often as by default), TensorBoard and the Prometheus endpoint. Nothing: metrics.jsonl alone. Both are the same
 deterministic run from the demo's warmed-up model, so step k has the same work on both sides; they take turns. Compared
 is the wall time of a step from the end of the one before to its own end, evaluations left out: of each step the median
 over the rounds, of these the mean (the first two steps left out).
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--port", type=int, default=9464, help="of the Prometheus endpoint")
     parser.add_argument("--out", type=Path, default=Path("runs/recording"))
     options = parser.parse_args(arguments)
     if options.steps <= FIRST:
@@ -78,7 +79,8 @@ def make_demo(options: argparse.Namespace) -> None:
 
 def step_times(options: argparse.Namespace, side: str, number: int) -> dict[str, Any]:
     """Seconds of each step that counts."""
-    own = [*SIDES[side], f"run.dir={options.out / f'{side}-{number}'}"]
+    port = [f"run.prometheus_port={options.port}"] if side == "on" else []
+    own = [*SIDES[side], *port, f"run.dir={options.out / f'{side}-{number}'}"]
     config = load_config(recipe_path("cpu-demo"), [*settings(options), *own])
     run_experiment(config, QuietListener())
     steps = [entry for entry in read_metrics(Path(str(config.run.dir)) / "metrics.jsonl") if entry["step"] > FIRST]

@@ -215,6 +215,9 @@ class RunConfig(Section):
     resources_every_s: float = Field(5.0, ge=0)
     """Look at CPU, memory, GPUs, disk and network every so many seconds, for resources.jsonl (needs
     `dapo-rl[resources]`, else nothing is looked at); 0: never."""
+    prometheus_port: int | None = Field(None, ge=1, le=65535)
+    """Serve metrics and resources for Prometheus at http://127.0.0.1:PORT/metrics as long as the run goes on (needs
+    `dapo-rl[prometheus]`)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -70,6 +70,10 @@ class ResourceRecorder:
             looks, self._since = self._since or [self._latest], []
         return means([look for look in looks if look])
 
+    def latest(self) -> list[Look]:
+        with self._lock:
+            return self._latest
+
     def close(self) -> None:
         self._over.set()
         if self._thread.is_alive():

@@ -1,4 +1,4 @@
-"""The trackers that a recipe can ask for: TensorBoard, Weights & Biases, MLflow and trackio.
+"""The trackers that a recipe can ask for: TensorBoard, Weights & Biases, MLflow, trackio, and Prometheus.
 
 Consumes: what goes into metrics.jsonl, step by step, under the same registered names; the recipe without its secrets;
 the summary. No number is kept by a tracker alone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,16 @@ from dapo.observe.tracker_services import TRACKERS, TensorBoardTracker
 from dapo.util.files import read_json, write_json
 from dapo.util.user_code import load_named, made
 
+_PROMETHEUS = ("prometheus_client", "starlette", "uvicorn")
+
 
 def check_trackers(config: Config) -> None:
     """Raises ConfigError if a package that the trackers need is missing; costs nothing."""
+    if config.run.prometheus_port is not None:
+        missing = [name for name in _PROMETHEUS if importlib.util.find_spec(name) is None]
+        if missing:
+            needs = f"needs {', '.join(missing)}, which is not installed"
+            raise ConfigError(f"run.prometheus_port: {needs}: {install('prometheus')}, or leave it out")
     for name in config.run.trackers:  # its package and the extra of dapo have this name, too
         if ":" not in name and importlib.util.find_spec(name) is None:
             needs = f"{name} needs the package {name}, which is not installed"
@@ -36,6 +43,7 @@ def make_trackers(
     folder: RunFolder,
     keep_until: int | None = None,
     tell: Callable[[str], object] = lambda text: None,
+    looks: Callable[[], Sequence[Mapping[str, Any]]] = list,
     given: Sequence[Any] = (),
 ) -> list[Tracker]:
     """The trackers that ``config`` asks for, and those that were ``given`` from Python.
@@ -43,6 +51,7 @@ def make_trackers(
     Args:
         keep_until: on resume, the last step to keep: what was kept of later steps is no longer shown by those trackers
             that can take something back.
+        looks: gives the latest lines of resources.jsonl, for Prometheus.
 
     Raises ConfigError: a package is missing, or a tracker of the user's cannot be loaded.
     """
@@ -58,6 +67,11 @@ def make_trackers(
             own = load_named(name, "run.trackers") if isinstance(name, str) else name
             label = name if own is not name else getattr(own, "__qualname__", type(own).__name__)
             makers.append((label, partial(made, label, own, Tracker, folder.root, _key(folder), recipe)))
+    port = config.run.prometheus_port
+    if port is not None:
+        from dapo.observe.prometheus import PrometheusTracker
+
+        makers.append(("prometheus", lambda: PrometheusTracker(port, looks, folder.root.name)))
     return [Background(name, make, tell) for name, make in makers]
 
 

@@ -144,7 +144,8 @@ class KeptRun(abc.ABC):
         resources = make_recorder(folder.resources, config.run.resources_every_s, self.look)
         if resources is not None:
             self._closing.callback(resources.close)
-        trackers = make_trackers(config, folder, kept, tell, given.trackers)
+        looks = resources.latest if resources else list
+        trackers = make_trackers(config, folder, kept, tell, looks, given.trackers)
         self.metrics = self._closing.enter_context(MetricsLog(folder.metrics, kept, trackers))
         told = await self._begin(kept, resources)
         if self.state.steps_done and self.state.budget.used_up:
