@@ -19,7 +19,7 @@ VLLM_TESTS := tests/rollout/contract tests/rollout/over_vllm
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 
-.PHONY: help setup demo smollm2 package test test-shared test-vllm test-gpu test-faults nightly trackers transformers4 vllm check format clean
+.PHONY: help setup demo package test test-shared test-vllm test-gpu test-faults nightly trackers transformers4 vllm check format clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,9 +32,6 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup
 
 demo: $(STAMP)  ## a small model learns to think, on the CPU, in minutes: make demo ARGS="seed=7"
 	@$(PY) -m dapo demo $(ARGS)
-
-smollm2: $(STAMP)  ## a pretrained model of 135 M parameters learns word problems, on the CPU, in ten minutes
-	@$(PY) -m dapo demo word-problems $(ARGS)
 
 test: $(STAMP)  ## all tests but the GPU's, the nightly ones and those over ../shared
 	@scripts/system_package chromium chromium "the tests of the page, a browser that"

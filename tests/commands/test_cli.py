@@ -62,7 +62,6 @@ def replace_run(monkeypatch: pytest.MonkeyPatch, effect: Any) -> list[Any]:
     for name, function in (("dapo.orchestrator.launch", "run_experiment"), ("dapo.commands.demo.run", "run_demo")):
         module = ModuleType(name)
         setattr(module, function, stand_in)
-        module.run_word_problems = stand_in
         monkeypatch.setitem(sys.modules, name, module)
     return calls
 
@@ -103,7 +102,7 @@ def test_an_error_of_the_users_is_a_message_on_stderr_and_2(arguments: list[str]
 def test_where_there_is_no_recipe_those_that_come_with_dapo_are_named() -> None:
     said = run("train", "gsm8k").stderr
     assert said.startswith("error: gsm8k: cannot read the recipe: No such file") and said.count("\n") == 1
-    assert "those that come with dapo: cpu-demo, cpu-smollm2, dapo-32b-paper, gsm8k-1gpu" in said
+    assert "those that come with dapo: cpu-demo, dapo-32b-paper, gsm8k-1gpu" in said
 
 
 def test_a_recipe_that_comes_with_dapo_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +164,9 @@ def test_a_dry_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, color_system=None, width=80)
-    monkeypatch.setattr(train, "Terminal", lambda **_: terminal)
+    monkeypatch.setattr("dapo.util.terminal.Terminal", lambda **_: terminal)
     train.train(Path("r.yaml"), dry_run=True)
-    assert "clip_ratio_high: 0.28" in out.getvalue() and "samples per step  128" in out.getvalue()
+    assert "clip_ratio_high: 0.28" in out.getvalue() and "# samples per step: 128" in out.getvalue()
 
 
 def test_a_dry_run_shows_no_secrets() -> None:

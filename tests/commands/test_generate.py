@@ -144,13 +144,6 @@ def test_auto_is_chat_where_the_tokenizer_has_a_template() -> None:
         (["model", "1=", "--min-p", "1"], 2, "--min-p: evaluation.min_p"),
         (["model", "1=", "--stop", ""], 2, "--stop: evaluation.stop: a stop text is empty"),
         (["model", "1=", "--top-logprobs", "3"], 2, "add --json"),
-        (
-            ["model", "1=", "--repetition-penalty", "1.1"],
-            2,
-            "--repetition-penalty: evaluation.repetition_penalty: unknown key; not there",
-        ),
-        (["model", "1=", "--presence-penalty", "1"], 2, "not be those of the policy"),
-        (["model", "1=", "--frequency-penalty", "1"], 2, "not be those of the policy"),
         (["model", "1=", "--temperature", "-1"], 2, "--temperature: evaluation.temperature"),
         (
             ["model", "1=", "--set", "rollout.engine=openai", "--set", "rollout.url=http://127.0.0.1:1"],

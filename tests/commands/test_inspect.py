@@ -377,36 +377,6 @@ def test_a_table_has_a_line_for_each_sample(run: RunFolder) -> None:
     assert last == "4 of 5 samples"
 
 
-def test_a_prompt_in_two_steps(run: RunFolder) -> None:
-    changed = [sample(response="first\nlast", correct=False, extracted="4"), SAMPLES[1]]
-    samples_path(run.samples, 1).write_text("".join(json.dumps(s) + "\n" for s in changed))
-    lines = shown(run.root, "--diff", 1, 3, "--prompt", 3).splitlines()
-    assert lines[:2] == ["prompt of row 3: 1+1=", "gold 2"]
-    assert [line.split()[:4] for line in lines[3:5]] == [["1", "kept", "2", "0"], ["3", "kept", "2", "0.5"]]
-    assert "step 1 draw 7 index 0 (wrong) -> step 3 draw 7 index 0 (right)" in lines
-    assert {"- first", "- last", "+ 2", "  the same response"} <= set(lines)
-    found = read_json(run.root, "--diff", 1, 3, "--prompt", 3)
-    assert [s["response"] for s in found["before"]] == ["first\nlast", "cut here"]
-    assert [s["step"] for s in found["after"]] == [3, 3]
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        (["--diff", 1, 3], 2, "name a prompt with --prompt ROW; drawn in both steps: 3, 4, 5"),
-        (["--diff", 1, 3, "--prompt", 17], 2, "row was not drawn in step 1; rows of this step: 3, 4, 5"),
-        (["--diff", 1, 2, "--prompt", 4], 2, "row was not drawn in step 2; it was in steps 1, 3"),
-        (["--diff", 1, 9, "--prompt", 3], 1, "no samples of step 9"),
-        (["--diff", 1, 3, "--prompt", 3, "--correct", "true"], 2, "cannot be combined with a filter"),
-        (["--diff", 1, 3, "--prompt", 3, "--step", 2], 2, "cannot be combined with --step"),
-    ],
-)
-def test_what_cannot_be_compared_is_said(run: RunFolder, options: list[object], code: int, said: str) -> None:
-    samples_path(run.samples, 2).write_text(json.dumps(sample()) + "\n")
-    result = inspect(run.root, *options)
-    assert result.exit_code == code and said in " ".join(result.stderr.split())
-
-
 def test_a_share_of_the_samples_is_a_setting(tmp_path: Path) -> None:
     run = make_run(tmp_path / "some", steps=0, save_samples=0.25)
     assert RunView.read(run.root).share_of_samples == 0.25

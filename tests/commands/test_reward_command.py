@@ -245,22 +245,22 @@ def test_another_reward_shows_what_changes(run):
     # step 1: 4 and 6 are wrong now (no "="); step 3: 10 is right now, and the failed one is wrong
     table = [line.split() for line in result.stdout.split("\n\n")[1].splitlines()]
     numbers = {row[0]: row[1:] for row in table[1:]}
-    columns = ["samples", "right -> wrong", "wrong -> right", "now scored", "answer lost"]
+    columns = ["samples", "right -> wrong", "wrong -> right", "now scored", "reward"]
     assert flat(" ".join(columns)) in flat(result.stdout)
-    assert numbers["1"] == ["4", "2", "0", "0", "3", "+0.0000", "-1.0000", "2", "2", "0"]
-    assert numbers["3"] == ["2", "0", "1", "1", "0", "-1.0000", "+1.0000", "1", "0", "1"]
-    assert numbers["all"] == ["6", "2", "1", "1", "3", "-0.2000", "-0.6000", "3", "2", "1"]
-    assert "step 1  row 0  draw 0  index 0  right -> wrong, answer lost" in result.stdout
+    assert numbers["1"] == ["4", "2", "0", "0", "+0.0000", "-1.0000", "2", "2", "0"]
+    assert numbers["3"] == ["2", "0", "1", "1", "-1.0000", "+1.0000", "1", "0", "1"]
+    assert numbers["all"] == ["6", "2", "1", "1", "-0.2000", "-0.6000", "3", "2", "1"]
+    assert "step 1  row 0  draw 0  index 0  right -> wrong" in result.stdout
     assert "step 3  row 2  draw 2  index 0  wrong -> right" in result.stdout
     last = result.stdout.splitlines()[-1]
     assert last == (
-        "changed: 5 of 6 samples; dynamic sampling decides otherwise about 3 of 3 groups (2 no longer kept, 1 newly)"
+        "changed: 4 of 6 samples; dynamic sampling decides otherwise about 3 of 3 groups (2 no longer kept, 1 newly)"
     )
     told = json.loads(Path("out.json").read_text())
     assert [step["step"] for step in told["steps"]] == [1, 3]
-    assert [(c["draw"], c["index"], c["kinds"]) for c in told["steps"][1]["changes"]] == [
-        (2, 0, ["wrong_to_right"]),
-        (2, 1, ["recovered"]),
+    assert [(c["draw"], c["index"], c["kind"]) for c in told["steps"][1]["changes"]] == [
+        (2, 0, "wrong_to_right"),
+        (2, 1, "recovered"),
     ]
     assert everything(run) == before
 
@@ -269,7 +269,7 @@ def test_examples_are_bounded_and_of_many_kinds(run):
     arguments = ("score", run, "--reward", "exact", "reward.after='='")
     shown = [line for line in reward(*arguments, "--examples", 3).stdout.splitlines() if line.startswith("step ")]
     kinds = [line.split("  ")[4] for line in shown[1:]]
-    assert kinds == ["right -> wrong, answer lost", "wrong -> right", "now scored"]
+    assert kinds == ["right -> wrong", "wrong -> right", "now scored"]
     assert not [line for line in reward(*arguments, "--examples", 0).stdout.splitlines() if "index" in line]
 
 

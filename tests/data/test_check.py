@@ -136,7 +136,7 @@ def test_bad_rows_are_exit_code_2_and_overlap_only_if_strict(tmp_path, files):
 def test_several_files_after_eval_and_settings(tmp_path, files):
     other = write(tmp_path, '{"q": "b", "answer": 1}', name="q.jsonl")
     out = tmp_path / "out" / "check.json"
-    done = run(other, "--eval", other, files[2], "--json", out, "data.prompt_key=q")
+    done = run(other, "--eval", other, "--eval", files[2], "--json", out, "data.prompt_key=q")
     assert done.exit_code == 2, done.output
     found = json.loads(out.read_text())
     assert [r["file"] for r in found["evaluation"]] == [str(other), str(files[2])]
@@ -156,10 +156,11 @@ def test_a_recipe_gives_files_keys_tokenizer_and_reward(tmp_path, files):
     assert "prompts in tokens (longer than 30: 1)" in done.output
     reward = ["reward.kind=function", "reward.function=x.y:z"]
     assert run("--recipe", recipe, *reward).exit_code == 0
-    named = run(files[2], "--tokenizer", tmp_path / "model")
+    tokenizer = f"model.tokenizer={tmp_path}/model"
+    named = run(files[2], tokenizer)
     framed = len("[user]else<e>[assistant]") - len("<e>") + 1  # the median of the three
     assert named.exit_code == 0 and f"{framed}" in named.output and "tokens: median" in named.output
-    plain = run(files[2], "--tokenizer", tmp_path / "model", "--template", "plain", "--json", tmp_path / "o.json")
+    plain = run(files[2], tokenizer, "data.template=plain", "--json", tmp_path / "o.json")
     assert plain.exit_code == 0
     assert json.loads((tmp_path / "o.json").read_text())["train"][0]["lengths"]["histogram"][0] == [2, 3, 1]
 
@@ -182,7 +183,7 @@ def test_answers_that_are_whole_solutions_are_warned_of(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: {path: x}\nreward: {kind: function, function: x.y:z}\n")
     char_tokenizer(chat_template=CHAT).save_pretrained(tmp_path / "tokenizer")
-    done = run(fine, "--recipe", recipe, "data.prompt_key=question", "--tokenizer", tmp_path / "tokenizer")
+    done = run(fine, "--recipe", recipe, "data.prompt_key=question", f"model.tokenizer={tmp_path}/tokenizer")
     assert done.exit_code == 0 and "whole solutions" not in done.output
 
 
@@ -201,7 +202,7 @@ def test_placeholders_are_told_unless_the_reward_does_not_compare(tmp_path):
         ([], "no files are named"),
         (["none.jsonl"], "none.jsonl: no such file"),
         (["x.jsonl", "data.prompt_kye=a"], "unknown key; did you mean data.prompt_key?"),
-        (["x.jsonl", "--template", "fancy"], "data.template"),
+        (["x.jsonl", "data.template=fancy"], "data.template"),
         (["x.jsonl", "--recipe", "none.yaml"], "cannot read the recipe"),
     ],
 )

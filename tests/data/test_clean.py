@@ -107,4 +107,4 @@ def test_the_command_writes_rows_that_load_and_a_report(tmp_path):
         assert done.exit_code == 2 and why in done.output
     rows = file.read_text()
     done = CliRunner().invoke(app, ["data", "clean", str(file), str(tmp_path / "y.jsonl"), "--json", str(file)])
-    assert done.exit_code == 2 and "would replace rows" in done.output and file.read_text() == rows
+    assert done.exit_code == 2 and "is one of the files to be read" in done.output and file.read_text() == rows

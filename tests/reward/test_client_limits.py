@@ -97,24 +97,6 @@ def test_one_broken_reply_is_one_strike_however_broken_it_is() -> None:
     assert values(rewards) == [5.0, 6.0] and replies == []
 
 
-def test_two_broken_replies_of_a_hedged_request_are_one_strike() -> None:
-    count = 0
-
-    async def answer(head: str, body: dict[str, Any]) -> bytes:
-        nonlocal count
-        count += 1
-        if count == 1:  # breaks off after a bad result, while the second request is under way
-            await asyncio.sleep(0.5)
-            return response(line(0, None) + line(1))[:-5]
-        if count == 2:
-            await asyncio.sleep(0.8)
-            return response(line(0, None))
-        return response(line(0, 5.0))
-
-    rewards, server = score_all(answer, ["a"], kind=ServerReward, hedge_after_s=0.2)
-    assert values(rewards) == [5.0] and len(server.requests) == 3
-
-
 # too much for the server
 
 

@@ -5,7 +5,6 @@ import time
 import pytest
 
 from dapo.checks.answers import _ends_in
-from dapo.commands.demo.word_problems import score as score_word_problem
 from dapo.config.secrets import redact
 from dapo.data.overlap import words_of
 from dapo.evaluation.result import last_number
@@ -29,7 +28,6 @@ READERS = {
     "a program": lambda text: find_program(text, "f"),
     "a method": lambda text: find_program(text, "S().f"),
     "a grade": GRADE,
-    "a word problem's answer": lambda text: score_word_problem(text, "1"),
     "the last number": last_number,
     "words": words_of,
     "visible": visible,

@@ -105,25 +105,6 @@ def check_content(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding
         fix = f"keep only the final answer in the rows{cut}, or name the key that holds it (data.answer_key)"
         yield data_warning("answers", text, fix)
         return
-    said = [p for p in prompts if p.answer is not None]
-    longer = sum(len(p.answer or "") > len(p.text) for p in said)
-    if longer > 0.9 * len(said) and len(said) > 3 and not marked:
-        text = f"{longer} of {len(said)} answers are longer than their prompts, such as row {said[0].row + 1}: prompt "
-        text += f"{said[0].text[:40]!r}, answer {(said[0].answer or '')[:40]!r}"
-        fix = f"data.prompt_key, now {config.data.prompt_key!r}, data.answer_key, now {key!r}: were they swapped?"
-        yield data_warning("answers", text, fix)
-
-
-def check_stops(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Stop texts that an answer holds: a right response would be cut inside of it."""
-    said = [p for p in prompts if p.answer is not None and p.answer.strip()]
-    for stop in config.rollout.stop:
-        cut = [p for p in said if stop in (p.answer or "").strip()]
-        if cut and config.reward.kind in ("math", "exact"):  # elsewhere an answer may be anything
-            told = f"{len(cut)} of {len(said)} answers hold the stop text {stop!r}, such as row {cut[0].row + 1}: "
-            told += f"{(cut[0].answer or '')[:60]!r}; the response ends before the answer does"
-            fix = f"rollout.stop={[text for text in config.rollout.stop if text != stop]}"
-            yield data_warning("answers", told, fix)
 
 
 def check_given_away(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:

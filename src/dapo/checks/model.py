@@ -271,19 +271,6 @@ def _stop_tokens(context: CheckContext, owner: Any, stop_ids: tuple[int, ...]) -
         )
         return
     shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in stop_ids)
-    special = set(tokenizer.all_special_ids)
-    words = [i for i in stop_ids if i not in special and i not in context.config.rollout.stop_token_ids]
-    if words and special & set(stop_ids):
-        text = f"{shown} ({said}); {tokenizer.convert_ids_to_tokens(words[0])!r}={words[0]} is an ordinary token"
-        fix = "mend eos_token_id in generation_config.json and config.json: a response would end at that word"
-        yield _warning("stop-tokens", text, fix)
-        return
-    if all("pad" in tokenizer.convert_ids_to_tokens(i).lower() for i in stop_ids):
-        text = f"{shown} ({said}) is all that ends a response, and made for padding: a model that was never taught to "
-        text += f"write it runs on to rollout.max_response_length={context.config.rollout.max_response_length}"
-        fix = "eos_token_id of the token that ended its training texts, in generation_config.json (dapo generate shows)"
-        yield _warning("stop-tokens", text, fix)
-        return
     yield Finding("model", "stop-tokens", "pass", f"{shown} ({said or 'the recipe'})")
 
 

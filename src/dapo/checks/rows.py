@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from dapo.checks import answers
 from dapo.checks.context import CheckContext, Finding
-from dapo.config import Config, ExactReward
+from dapo.config import Config
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, prompt_identity
 from dapo.data.rows import EATEN, NO_ANSWER
 from dapo.data.source import load_prompts, read_prompts
@@ -21,7 +21,6 @@ from dapo.records import Prompt
 from dapo.reward.build import needs_answer
 
 READ = 5000  # rows whose text alone is looked at
-MANY_EPOCHS = 30  # times that each row is drawn, above which a model may know the rows by heart
 
 _LAST_TURN = re.compile(r"^(system|user|assistant): ", re.MULTILINE)
 """How :attr:`Prompt.text` writes who speaks."""
@@ -162,12 +161,6 @@ def _load(context: CheckContext, template: PromptTemplate, needed: bool, already
         fix = f"rollout.prompts_per_step={whole or report.usable}" + ("" if whole else " training.groups_per_update=1")
         text = f"{report.usable} usable prompts are fewer than one step needs (rollout.prompts_per_step={wanted})"
         yield Finding("data", "rows", "fail", text, f"{fix}, or more data")
-    rows, drawn = report.usable if report.whole else report.rows, config.training.steps * wanted
-    if rows and drawn > MANY_EPOCHS * rows and config.training.minutes is None:
-        text = f"{config.training.steps:,} steps of {wanted} prompts draw each of {rows:,} rows "
-        text += f"{drawn / rows:.0f} times or more: the model may learn their answers by heart"
-        fix = f"training.steps={max(1, 10 * rows // wanted)} (10 times), or more data"
-        yield answers.data_warning("epochs", text, fix)
 
 
 def check_sample(context: CheckContext) -> Iterator[Finding]:
@@ -197,12 +190,6 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
             + ("the model reads them as marks, not as text" if plain else "they were put through a template before"),
             f"take them out of the rows, {'unless they are meant so' if plain else 'or data.template=plain'}",
         )
-    blank = [p for p in prompts if p.text.endswith((" ", "\t"))]
-    if len(blank) > len(prompts) / 2 and config.data.template == "plain" and not config.data.instruction:
-        told = f"{len(blank)} of {len(prompts)} prompts end in a space, such as row {blank[0].row + 1}: "
-        told += f"{blank[0].text[-30:]!r}; most tokenizers put the space in"
-        told += " front of the next word, so the model has not seen such an end"
-        yield answers.data_warning("prompt-end", told, "take the space off the end of the rows")
     lost = [(p, letters) for p in prompts if (letters := lost_letters(p, tokenizer.decode))]
     if lost:
         prompt, letters = lost[0]
@@ -216,7 +203,6 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
         heldout = answers.spread(context.heldout, answers.LOOKED_AT)
         for finding in answers.check_content(answers.with_keys(config, config.evaluation.data), heldout):
             yield replace(finding, found=f"evaluation.data: {finding.found}")
-    yield from answers.check_stops(config, prompts)
     positions = None if context.shape is None else context_limit(context.shape.config)
     yield from answers.check_room(config, prompts, tokenizer, positions)
     everything = list(context.need(context.source, "tokenized data").untokenized())
@@ -242,8 +228,6 @@ def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Findi
 
 def _answer_format(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     reward = context.config.reward
-    if isinstance(reward, ExactReward):
-        yield from _unread_box(context.config, reward, prompts)
     if reward.kind != "math" or context.own_reward:
         return
     words = {"boxed": "boxed", "answer_line": "answer:"}
@@ -253,15 +237,3 @@ def _answer_format(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator
         works = "data.template=dapo" if "answer_line" in reward.extract else "data.instruction=' Put it in \\boxed{}.'"
         text = 'no prompt asks for the form that reward.kind=math reads (the last \\boxed{} or an "Answer:" line)'
         yield answers.data_warning("answer-format", text, works)
-
-
-def _unread_box(config: Config, reward: ExactReward, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    said = f"{config.data.system or ''}{config.data.instruction}"
-    asked = sum("\\boxed" in said + p.text for p in prompts)
-    read = "boxed" in (reward.after or "") or any("boxed" in (p.answer or "") for p in prompts)
-    if asked > len(prompts) / 2 and not read:
-        what = f"what follows {reward.after!r}" if reward.after else "the whole response"
-        text = f"{asked} of {len(prompts)} prompts ask for \\boxed{{}}, which reward.kind=exact does not read: it "
-        text += f"compares {what} with the answer"
-        fix = "reward.kind=math, or ask for what the reward reads (data.instruction, or the rows)"
-        yield answers.data_warning("answer-format", text, fix)

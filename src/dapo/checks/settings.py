@@ -50,12 +50,7 @@ def check_settings(context: CheckContext) -> Iterator[Finding]:
 def _doubtful(config: Config) -> Iterator[tuple[str, str]]:
     yield from _doubtful_schedule(config)
     yield from _doubtful_sampling(config)
-    yield from _doubtful_optimizer(config)
     yield from _doubtful_reward(config)
-    kl = config.algorithm.kl
-    if kl.mode != "off" and kl.coef > 1:
-        text = f"algorithm.kl.coef={kl.coef:g} outweighs every reward: the model will stay what it is"
-        yield text, "algorithm.kl.coef=0.001"
     if config.data.shuffle_answers:
         text = "data.shuffle_answers=true: the answers are permuted over the rows, so that nothing can be learned"
         yield text, "data.shuffle_answers=false, unless this is the control experiment"
@@ -64,7 +59,7 @@ def _doubtful(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _doubtful_schedule(config: Config) -> Iterator[tuple[str, str]]:
-    training, evaluation = config.training, config.evaluation
+    training = config.training
     if not training.steps:
         yield "training.steps=0: nothing is trained", "training.steps=100"
         return
@@ -72,28 +67,6 @@ def _doubtful_schedule(config: Config) -> Iterator[tuple[str, str]]:
     if rate > 1e-3 or rate <= 1e-8:
         side = f"above {usual}" if rate > 1e-3 else f"below {usual}: an update is no more than the rounding of a weight"
         yield f"training.learning_rate={rate:g} is far {side}", "training.learning_rate=1.0e-6"
-    if evaluation.every > training.steps and evaluation.data:
-        yield (
-            f"evaluation.every={evaluation.every} is more than training.steps={training.steps}: there is no evaluation "
-            "in between",
-            f"evaluation.every={max(1, training.steps // 5)}",
-        )
-
-
-def _doubtful_optimizer(config: Config) -> Iterator[tuple[str, str]]:
-    training = config.training
-    first, second = training.betas
-    if first > second:
-        text = f"training.betas=[{first:g}, {second:g}]: the gradient is averaged over more updates than its square"
-        yield text, f"training.betas=[{second:g},{first:g}]"
-    if training.max_grad_norm < 1e-3:
-        text = f"training.max_grad_norm={training.max_grad_norm:g}: every gradient is cut down to next to nothing"
-        yield text, "training.max_grad_norm=1.0"
-    if training.weight_decay > 1:
-        yield (
-            f"training.weight_decay={training.weight_decay:g} pulls the weights to zero faster than rewards move them",
-            "training.weight_decay=0.1",
-        )
 
 
 def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
@@ -119,25 +92,9 @@ def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
             why = "with rewards from -1 to +1 a long response that is right gets less than a short one that is wrong"
         text = f"algorithm.overlong_buffer.penalty_factor={buffer.penalty_factor:g}: {why}"
         yield text, "algorithm.overlong_buffer.penalty_factor=1.0"
-    if buffer.enable and buffer.len > rollout.max_response_length // 2:
-        text = f"algorithm.overlong_buffer.len={buffer.len} is more than half of rollout.max_response_length="
-        text += f"{rollout.max_response_length}: responses of ordinary length are punished"
-        yield text, f"algorithm.overlong_buffer.len={max(1, rollout.max_response_length // 5)}"
     if algorithm.filter_groups.enable and algorithm.filter_groups.max_num_gen_batches == 1:
         text = "algorithm.filter_groups.max_num_gen_batches=1: a single group that is filtered out starves the step"
         yield text, "algorithm.filter_groups.max_num_gen_batches=10"
-    if algorithm.clip_ratio_high == 0 or algorithm.clip_ratio_low == 0:
-        yield (
-            f"algorithm.clip_ratio_low={algorithm.clip_ratio_low:g} and clip_ratio_high={algorithm.clip_ratio_high:g}: "
-            "at 0 every token that moved is clipped",
-            "algorithm.clip_ratio_low=0.2 algorithm.clip_ratio_high=0.28",
-        )
-    if algorithm.clip_ratio_high > 1:
-        yield (
-            f"algorithm.clip_ratio_high={algorithm.clip_ratio_high:g}: a token may become "
-            f"{1 + algorithm.clip_ratio_high:g} times as likely before it is clipped, which is no limit (0.28 are 28%)",
-            "algorithm.clip_ratio_high=0.28",
-        )
 
 
 def _doubtful_reward(config: Config) -> Iterator[tuple[str, str]]:

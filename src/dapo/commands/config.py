@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Overrides, complete_key, complete_recipe, is_setting
-from dapo.commands.shared.output import print_json
+from dapo.commands.shared.options import Debug, Overrides, is_setting
+from dapo.commands.shared.output import print_json, show_yaml
 from dapo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,11 +27,10 @@ def config(
         typer.Argument(
             metavar="[RECIPE]",
             help="YAML file that describes a run. None: the defaults.",
-            autocompletion=complete_recipe,
         ),
     ] = None,
     overrides: Overrides = None,
-    key: Annotated[str | None, typer.Option(help="Show this section or key only.", autocompletion=complete_key)] = None,
+    key: Annotated[str | None, typer.Option(help="Show this section or key only.")] = None,
     docs: Annotated[bool, typer.Option(help="Say what each key means, as comments.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     debug: Debug = False,
@@ -55,7 +54,7 @@ def config(
         if as_json:
             print_json(_as_json(values, reference, docs))
         else:
-            _show("\n".join(_document(values, reference, docs)))
+            show_yaml("\n".join(_document(values, reference, docs)))
 
 
 def _resolve(recipe: str | None, overrides: Sequence[str]) -> tuple[Config, list[str]]:
@@ -134,18 +133,6 @@ def _yaml(value: Any) -> str:
         value, Dumper=OneLine, default_flow_style=True, allow_unicode=True, sort_keys=False, width=float("inf")
     )
     return str(dumped).removesuffix("\n").removesuffix("\n...")
-
-
-def _show(text: str) -> None:
-    from dapo.util.terminal import Terminal
-
-    console = Terminal()
-    if console.is_terminal:
-        from rich.syntax import Syntax
-
-        console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
-    else:
-        print(text)
 
 
 def _as_json(values: Mapping[str, Any], reference: Mapping[str, Key], docs: bool, prefix: str = "") -> dict[str, Any]:

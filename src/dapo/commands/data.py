@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
 from dapo.commands.shared.options import (
@@ -23,12 +21,11 @@ from dapo.commands.shared.options import (
     Quiet,
     Redact,
     TokenEnv,
-    complete_recipe,
     is_setting,
 )
-from dapo.commands.shared.output import print_lines, require_writable, status_line, write_results
+from dapo.commands.shared.output import print_lines, require_writable, say, status_line, write_results
 from dapo.errors import ConfigError, extra
-from dapo.util.terminal import Terminal, visible
+from dapo.util.terminal import visible
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -37,26 +34,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Check and clean data files; take prompts and feedback over HTTP.")
 _BAR = 40
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
 
 
-class _SeveralFiles(TyperCommand):
-    """``--eval a.jsonl b.jsonl``: all that follows, up to the next option or setting."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, list(_one_by_one(args, "--eval")))
-
-
-def _one_by_one(args: Sequence[str], option: str) -> Iterator[str]:
-    inside = False
-    for arg in args:
-        if arg == option:
-            inside = True
-            continue
-        inside = inside and not (arg.startswith("-") or is_setting(arg))
-        yield from (option, arg) if inside else (arg,)
-
-
-@app.command(cls=_SeveralFiles, epilog=EXIT_CODES)
+@app.command(epilog=EXIT_CODES)
 def check(
     words: Annotated[
         list[str] | None,
@@ -64,59 +45,53 @@ def check(
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option("--eval", metavar="FILES", help="Files to evaluate on, which the others must not overlap with."),
+        typer.Option(
+            "--eval", metavar="FILE", help="To evaluate on: the others must not overlap with it. May be given again."
+        ),
     ] = None,
     recipe: Annotated[
         Path | None,
         typer.Option(
             help="Keys, template, tokenizer and reward of this recipe; its own files if none are named.",
-            autocompletion=complete_recipe,
         ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Count tokens with this tokenizer (folder or name on the hub).")
-    ] = None,
-    template: Annotated[
-        str | None, typer.Option(metavar="NAME", help="plain, chat or dapo: how a row becomes a prompt.")
     ] = None,
     output: JsonFile = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 2 for overlap and conflicting answers, too.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+    quiet: _Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Read every row of FILES: bad rows, missing answers, duplicates, lengths, overlap with evaluation files.
 
     Bad rows are exit code 2; overlap and conflicting answers are warnings, unless --strict is given. Answers that are
     whole solutions, or the same in all rows looked at, are warnings. Results are kept, so that a second check of the
-    same files takes no time.
+    same files takes no time. With model.tokenizer=PATH, or a recipe, lengths are in tokens.
     """
     with errors_for_people(debug):
         from dapo.data.check import check_data
         from dapo.reward.build import needs_answer
         from dapo.util.escapes import eaten_in
 
-        config = _config(recipe, words or [], template, tokenizer)
+        config = _config(recipe, words or [])
         train, evaluation = _files(config, recipe, words or [], against or [])
         every = (*train, *evaluation)
-        if output is not None and any(output.resolve() == Path(item.path).resolve() for item in every):
-            raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
-        measure, needed = _measure(config, tokenizer, recipe, template), needs_answer(config.reward)
+        if output is not None:
+            require_writable("--json", output, [item.path for item in every])
+        measure, needed = _measure(config, recipe), needs_answer(config.reward)
         required = None if needed and recipe is None else needed
         with status_line(quiet, "reading") as told:
             found = check_data(train, evaluation, config.data, measure, answer_required=required, progress=told)
         doubts = eaten_in(config.model_dump(mode="json"))
         doubts += [line for item in every for line in _answers(config, item)]
-        for line in report_lines(found, config, doubts):
-            Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
+        say(report_lines(found, config, doubts))
         if output is not None:
             write_results(output, {**found.as_json(), "answers": doubts})
         if found.bad or (strict and found.doubts):
             raise typer.Exit(2)
 
 
-@app.command(cls=_SeveralFiles, epilog=EXIT_CODES)
+@app.command(epilog=EXIT_CODES)
 def clean(
     words: Annotated[
         list[str],
@@ -124,16 +99,14 @@ def clean(
     ],
     against: Annotated[
         list[str] | None,
-        typer.Option("--eval", metavar="FILES", help="Files to evaluate on; rows that overlap with them are left out."),
+        typer.Option("--eval", metavar="FILE", help="Leave out rows that overlap with it. May be given again."),
     ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Keys and reward of this recipe.", autocompletion=complete_recipe)
-    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Keys and reward of this recipe.")] = None,
     fractions: Annotated[
         bool, typer.Option("--fractions", help="Where the answer is a fraction m/n, ask for m + n, as the paper does.")
     ] = False,
     output: JsonFile = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+    quiet: _Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Write the rows of FILES to OUT, but for those that are bad, repeated, contradictory or overlap with --eval.
@@ -150,12 +123,12 @@ def clean(
             raise ConfigError(
                 "name the files to read and, last, the file to write: dapo data clean rows.jsonl out.jsonl"
             )
-        out, config = Path(target), _config(recipe, [word for word in words if is_setting(word)], None, None)
+        out, config = Path(target), _config(recipe, words)
         if (there := out.exists() or out.is_symlink()) or out.suffix != ".jsonl":
             why = "it exists already" if there else "its name has to end in .jsonl"
             raise ConfigError(f"{target}: cannot be written: {why}")
-        if output is not None and output.resolve() in [Path(name).resolve() for name in (*names, target)]:
-            raise ConfigError(f"--json {output}: it would replace rows; name a file of its own for the report")
+        if output is not None:
+            require_writable("--json", output, (*names, target))
         require_writable("OUT", out)
         items = [DataItem(path=name) for name in names]
         held = [DataItem(path=name) for name in against] if against else config.evaluation.data
@@ -192,9 +165,9 @@ def receive(
             from dapo.serve.live import receive as take
             from dapo.util.serving import Address
         require_writable("FILE", file)
-        say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+        tell = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
         address = Address(host, port, Address.token_in(token_env))
-        asyncio.run(take(Journal(file, redact), address, drain_s=drain_s, say=say))
+        asyncio.run(take(Journal(file, redact), address, drain_s=drain_s, say=tell))
 
 
 def _verifier(config: Config) -> Callable[[str, str], bool] | None:
@@ -209,13 +182,11 @@ def _verifier(config: Config) -> Callable[[str, str], bool] | None:
 # --- what was asked for -------------------------------------------------------------------------------------------
 
 
-def _config(recipe: Path | None, words: Sequence[str], template: str | None, tokenizer: str | None) -> Config:
+def _config(recipe: Path | None, words: Sequence[str]) -> Config:
     from dapo.config import load_config
     from dapo.config.reading import config_of_overrides
 
     overrides = [word for word in words if is_setting(word)]
-    overrides += [f"data.template={template}"] if template else []
-    overrides += [f"model.tokenizer={json.dumps(tokenizer)}"] if tokenizer else []
     return load_config(recipe, overrides) if recipe else config_of_overrides(overrides)[0]
 
 
@@ -235,15 +206,15 @@ def _files(
     return train, compared or (config.evaluation.data if recipe is not None else [])
 
 
-def _measure(config: Config, tokenizer: str | None, recipe: Path | None, template: str | None) -> Measure:
+def _measure(config: Config, recipe: Path | None) -> Measure:
     """With the tokenizer that was named, or the recipe's. It is loaded only if a file was not checked before."""
     from dapo.data.check import Measure, prompt_identity
 
-    name = tokenizer or (recipe and (config.model.tokenizer or config.model.path))
+    name = config.model.tokenizer or (recipe and config.model.path)
     if not name:
         return Measure()
     data = config.data
-    unnamed = template is None and "template" not in data.model_fields_set
+    unnamed = "template" not in data.model_fields_set
 
     def load() -> Any:
         from dapo.data.template import PromptTemplate

@@ -7,9 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.commands.shared.output import require_writable
+from dapo.commands.shared.output import require_writable, say
 from dapo.errors import ConfigError, DataError
-from dapo.util.terminal import Terminal
 
 if TYPE_CHECKING:
     from dapo.inference.evaluate import FileResult
@@ -41,7 +40,7 @@ def drift_of_ranker(
     if not files:
         raise ConfigError("--data: required but not given: rows of pairs, such as prompt, chosen and rejected")
     if output is not None:
-        require_writable("--output", output, output)
+        require_writable("--output", output)
     reference = [since] if since is not None and Path(since).is_file() else []
     rows = read_candidates([*reference, *files])
     scored = score_rows(load_ranker(model, overrides=overrides), rows)
@@ -56,7 +55,7 @@ def drift_of_ranker(
         found, more = _compared(values, split, curve)
         told |= {"drift": asdict(found)}
         lines += more
-    _say(lines)
+    say(lines)
     if output is not None:
         write_json(output, told)
 
@@ -76,7 +75,7 @@ def drift_of_policy(results: Sequence[FileResult], since: str | None, curve: Pat
         for g in every
     ]
     split = _since([group.prompt.meta for group in every], since, len(groups[0]) if whole else None)
-    _say(_compared(values, split, curve)[1])
+    say(_compared(values, split, curve)[1])
 
 
 def _since(rows: Sequence[Any], since_: str, reference: int | None) -> list[bool]:
@@ -107,8 +106,3 @@ def _compared(values: Sequence[float], new: Sequence[bool], curve: Path | None) 
                 f"by its learning curve the old accuracy takes about {wanted:,} rows (it was made with {most:,})"
             )
     return found, lines
-
-
-def _say(lines: Sequence[str]) -> None:
-    for line in lines:
-        Terminal().print(line, markup=False, highlight=False, soft_wrap=True)

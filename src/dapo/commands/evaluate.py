@@ -166,7 +166,7 @@ def _place(output: Path | None, save_samples: bool) -> Path | None:
         return None
     is_file = output.suffix == ".json" and not output.is_dir()
     place = output if is_file else output / "evaluation.json"
-    require_writable("--output", output, place)
+    require_writable("--output", place)
     return place
 
 

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from dapo.inference.generate import Response
 
 
-Refused = Annotated[float | None, typer.Option(hidden=True)]
-"""An option of other programs: taken, so that the config can say why there is none."""
-
-
 class Template(enum.StrEnum):
     """``auto``: that of the run the model comes from, else ``chat`` if the tokenizer has one, else ``plain``."""
 
@@ -64,9 +60,6 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
     system: Annotated[str | None, typer.Option(help="System message (templates chat and dapo).")] = None,
     template: TemplateName = Template.AUTO,
-    repetition_penalty: Refused = None,
-    presence_penalty: Refused = None,
-    frequency_penalty: Refused = None,
     settings: Settings = None,
     environment: Annotated[
         str | None, typer.Option(metavar="NAME", help="Play an episode in this environment, such as file.py:Class.")
@@ -88,8 +81,7 @@ def generate(
         if top_logprobs and not as_json:
             raise ConfigError("--top-logprobs: are written as JSON only; add --json")
         texts = _texts(prompts or [], data)
-        refused = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        given = options.given_options(locals(), *options.SAMPLING, *refused, "data", "seed", "system", "environment")
+        given = options.given_options(locals(), *options.SAMPLING, "data", "seed", "system", "environment")
         given["--template"] = None if template is Template.AUTO else template.value
         _, config = settings_for(model, given, ONE_EACH, overrides=settings or [])
         require_files(config)

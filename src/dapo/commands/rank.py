@@ -11,9 +11,8 @@ import typer
 
 from dapo.commands.shared import options
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.output import print_lines, require_writable
+from dapo.commands.shared.output import print_lines, require_writable, say
 from dapo.errors import ConfigError
-from dapo.util.terminal import Terminal
 
 if TYPE_CHECKING:
     from dapo.ranking.calibrate import Calibration
@@ -63,7 +62,7 @@ def rank(
         pairs = zip(found, scored, strict=True)
         ranked = (_line(row, ranking=[one.told for one in best_first(several)]) for row, several in pairs)
         _give(ranked if unsure is None else least_sure(found, scored, unsure), output)
-        _say(summary_lines(summary(found, scored)), output)
+        say(summary_lines(summary(found, scored)), stderr=output is None)
 
 
 def filter_responses(
@@ -108,7 +107,7 @@ def filter_responses(
             if calibration is not None:
                 require_writable("--calibration", calibration)
                 write_calibrations(calibration, ranker, found)
-            _say(_told(found), output if files else calibration or Path())
+            say(_told(found), stderr=bool(files) and output is None)
         else:
             thresholds = {EVERY: threshold or 0.0} if calibration is None else read_thresholds(calibration, ranker)
         if files:
@@ -116,7 +115,7 @@ def filter_responses(
             kept = passing(given, scored, thresholds)
             pairs = [(row, one) for row, several in zip(given, kept, strict=True) for one in several]
             _give((_kept(row, one) for row, one in pairs), output)
-            _say([f"kept {len(pairs)} of {sum(map(len, scored))} responses"], output)
+            say([f"kept {len(pairs)} of {sum(map(len, scored))} responses"], stderr=output is None)
 
 
 def _check_options(
@@ -194,10 +193,3 @@ def _give(lines: Iterable[Mapping[str, Any]], output: Path | None) -> None:
         print_lines(text.rstrip("\n") for text in texts)
     else:
         write_atomic(output, texts)
-
-
-def _say(lines: Iterable[str], output: Path | None) -> None:
-    """On the standard output, unless that holds the result."""
-    terminal = Terminal(stderr=output is None)
-    for line in lines:
-        terminal.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -18,7 +18,6 @@ from dapo.commands.shared.options import (
     Port,
     Quiet,
     TokenEnv,
-    complete_recipe,
 )
 from dapo.errors import RewardError, extra
 
@@ -28,7 +27,6 @@ def reward_server(
         str,
         typer.Argument(
             help="YAML file with a reward section (it may hold nothing else), or a kind of reward such as math.",
-            autocompletion=complete_recipe,
         ),
     ],
     overrides: Overrides = None,

@@ -21,7 +21,6 @@ from dapo.commands.shared.options import (
     Quiet,
     Redact,
     TokenEnv,
-    complete_recipe,
 )
 from dapo.errors import ConfigError, extra
 from dapo.util.terminal import Terminal
@@ -40,7 +39,6 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="Recipe, folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
-        autocompletion=complete_recipe,
     ),
 ]
 Settings = Annotated[

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, is_setting
+from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
+from dapo.commands.shared.output import say
 from dapo.commands.train import stopped_by_signals
 from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal, counted
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 Recipe = Annotated[
     str | None,
-    typer.Argument(help="YAML file that describes the stage.", metavar="RECIPE", autocompletion=complete_recipe),
+    typer.Argument(help="YAML file that describes the stage.", metavar="RECIPE"),
 ]
 Resume = Annotated[
     Path | None,
@@ -77,7 +78,8 @@ def phases(
         again = f"dapo phases {recipe} --resume"
         with closing(make_listener(quiet)) as listener, stopped_by_signals(again=again) as shutdown:
             run_phases(root, found, listener, resume, shutdown)
-        _say(f"what each phase changed: {root / REPORT}", quiet)
+        if not quiet:
+            say([f"what each phase changed: {root / REPORT}"])
 
 
 def _stage(
@@ -118,7 +120,8 @@ def _stage(
             else:
                 summary = run_stage(config, listener, inputs, shutdown)
         listener.finished(summary)
-    _say(_next(config, f"{summary['run_dir']}/model-after"), quiet)
+    if not quiet:
+        say([_next(config, f"{summary['run_dir']}/model-after")])
 
 
 def _next(config: Any, model: str) -> str:
@@ -143,8 +146,3 @@ def show_plan(config: StageConfig) -> None:
     print(config_yaml(setup.config), end="")
     print(f"# rows: {setup.source.rows:,}, held out: {len(setup.heldout):,}; updates: {setup.config.training.steps:,}")
     print(f"# memory: {predicted_from(setup.config)}")
-
-
-def _say(line: str, quiet: bool) -> None:
-    if not quiet:
-        Terminal().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from dapo.commands.shared.errors import complain, errors_for_people, exit_code
-from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, is_setting
+from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
+from dapo.commands.shared.output import say, show_yaml
 from dapo.errors import ConfigError, UserError
-from dapo.util.terminal import Terminal
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[
         str | None,  # and not a path, which would make one slash of the two in an override's address
-        typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe),
+        typer.Argument(help="YAML file that describes the run.", metavar="RECIPE"),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -102,8 +101,7 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
         listener.finished(summary)
     if not quiet:
         secrets = list(blanks(redact(config.model_dump(mode="json"))))
-        for line in next_commands(summary.get("run_dir") or config.run.dir, _longer(config, summary), secrets):
-            Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
+        say(next_commands(summary.get("run_dir") or config.run.dir, _longer(config, summary), secrets))
 
 
 @contextmanager
@@ -167,7 +165,6 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     from dapo.config.user_parts import own_parts
     from dapo.observe.run_folder import config_yaml
 
-    console = Terminal()
     plan = {name: f"{value:,}" if isinstance(value, int) else value for name, value in plan_of(config).items()}
     plan["memory"] = "not predicted, as the model is not on this machine"
     if config_at_hand(config.model.path):  # otherwise torch is not loaded for it
@@ -187,17 +184,9 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
         except ConfigError as error:  # a device that the machine of the run will have
             plan["sampled ahead"] = f"not known here: {error}"
     plan["not looked into here"] = "weights, reward function, rows of the data (dapo doctor)"
-    if console.is_terminal:
-        from rich.syntax import Syntax
-
-        console.print(Syntax(config_yaml(config), "yaml", background_color="default", word_wrap=True))
-        for name, value in plan.items():
-            console.print(Text.assemble(f"{name:>34}  ", (value, "bold")))
-        for warning in warnings_for(config):
-            console.print(Text.assemble(("warning: ", "bold yellow"), warning))
-    else:  # as comments, so that the whole is YAML
-        notes = [*plan.items(), *(("warning", text) for text in warnings_for(config))]
-        print(config_yaml(config) + "\n".join(f"# {name}: {value}" for name, value in notes))
+    notes = [*plan.items(), *(("warning", text) for text in warnings_for(config))]
+    comments = (f"# {name}: {value}" for name, value in notes)  # so that the whole is YAML
+    show_yaml(config_yaml(config) + "\n".join(comments))
     require_files(config, recipe)
     _try_model(config)
 

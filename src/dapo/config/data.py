@@ -122,7 +122,7 @@ class ProposerConfig(Section):
     """Base address of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1. null: off."""
     model: str = "proposer"
     """Name of the model there."""
-    api_key_env: str | None = None
+    token_env: str | None = None
     """Environment variable that holds the key of the endpoint."""
     share: float = Field(0.1, gt=0, lt=1)
     """Share of the draws that go to proposals, as long as some wait."""
@@ -140,7 +140,7 @@ class ProposerConfig(Section):
     @classmethod
     def _is_an_address(cls, value: str | None) -> str | None:
         if value is not None:
-            check_address(value, "http://127.0.0.1:8000/v1", "api_key_env")
+            check_address(value, "http://127.0.0.1:8000/v1", "token_env")
         return value and value.rstrip("/")
 
 

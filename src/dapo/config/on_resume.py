@@ -15,7 +15,7 @@ MAY_CHANGE = (
     *_keys("algorithm.filter_groups", "max_num_gen_batches on_starved"),
     *_keys("evaluation", "rows every patience min_improvement samples_per_prompt max_response_length stop"),
     *_keys("evaluation", "temperature top_p top_k min_p metrics while_sampling"),
-    *_keys("reward", "workers max_error_rate responses_per_call concurrency give_up_after_s hedge_after_s"),
+    *_keys("reward", "workers max_error_rate responses_per_call concurrency give_up_after_s"),
     *_keys("reward", "url token_env cache"),
     *_keys("rollout", "url token_env model request text timeout_s give_up_after_s"),
     *_keys("runtime", "sync address engine reward"),

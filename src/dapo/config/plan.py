@@ -143,9 +143,8 @@ def existing_recipe(recipe: str | Path) -> Path:
 
 
 def demo_of(recipe: Path) -> str | None:
-    """The command that makes model and data of a shipped recipe; None for a recipe of the user's."""
-    commands = {"cpu-demo": "dapo demo", "cpu-smollm2": "dapo demo word-problems"}
-    return commands.get(recipe.stem) if recipe.resolve() in (path.resolve() for path in shipped_recipes()) else None
+    """The command that makes model and data of the demo's recipe; None for any other recipe."""
+    return "dapo demo" if recipe.resolve() == recipe_path("cpu-demo").resolve() else None
 
 
 def recipe_path(name: str) -> Path:

@@ -1,5 +1,5 @@
-"""What there is to know of each key: type, default, choices and meaning. The configuration page, ``dapo config`` and
-shell completion all read it from here."""
+"""What there is to know of each key: type, default, choices and meaning. The configuration page and ``dapo config``
+read it from here."""
 
 from __future__ import annotations
 

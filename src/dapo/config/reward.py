@@ -162,8 +162,6 @@ class RemoteReward(RewardBase):
     give_up_after_s: float = Field(600.0, gt=0)
     """How long a score is asked for again (with growing pauses) while the server is down, busy or answers with an
     error. Then it has failed."""
-    hedge_after_s: float | None = Field(None, gt=0)
-    """Ask a second time in parallel when a request takes longer than this, and take the answer that is first."""
 
     @field_validator("url")
     @classmethod

@@ -46,7 +46,7 @@ def ask_endpoint(config: ProposerConfig) -> Ask:
     """Raises UserError: it needs an extra, or the key is not in the environment."""
     with extra("remote", "data.proposer"):
         from dapo.util.http.connections import HttpConnections, token_in, whole
-    token = token_in(config.api_key_env, "data.proposer.api_key_env", ConfigError)
+    token = token_in(config.token_env, "data.proposer.token_env", ConfigError)
 
     async def asked(text: str) -> str:
         connections = HttpConnections(token, 1)

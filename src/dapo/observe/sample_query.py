@@ -59,20 +59,6 @@ def find(run: RunView, steps: Steps, wanted: SampleFilter, order: str | None, li
     return Found(told[: limit or None], len(told), total)
 
 
-def rows_drawn(run: RunView, step: int) -> list[int]:
-    """The rows of the data whose prompts were drawn in a step, in order."""
-    return sorted({row["row"] for row in rows_of(run.folder.samples, step) if row["row"] is not None})
-
-
-def steps_of_row(run: RunView, row: int) -> list[int]:
-    """The steps in which a prompt was drawn, in order; none where there is no index to ask."""
-    index = _index(run)
-    if index is None:
-        return []
-    asked = index.connection().execute("SELECT DISTINCT step FROM samples WHERE row = ? ORDER BY step", [row])
-    return [step for (step,) in asked.fetchall()]
-
-
 def steps_asked_for(run: RunView, steps: Steps, there: Sequence[int] | None = None) -> list[int]:
     """The steps that are meant. Raises UserError: there are no samples of them."""
     there = run.steps_with_samples if there is None else there
@@ -83,11 +69,11 @@ def steps_asked_for(run: RunView, steps: Steps, there: Sequence[int] | None = No
     wanted = [step for step in there if first <= step <= last]
     if not wanted:
         asked = f"step {first}" if first == last else f"steps {first} to {last}"
-        raise UserError(f"{run.folder.root}: no samples of {asked}; there are those of {ranges(there)}")
+        raise UserError(f"{run.folder.root}: no samples of {asked}; there are those of {_ranges(there)}")
     return wanted
 
 
-def ranges(steps: Sequence[int]) -> str:
+def _ranges(steps: Sequence[int]) -> str:
     """Numbers in order, runs of them as a range: ``steps 1 to 4, 7``."""
     pieces: list[list[int]] = []
     for step in steps:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from dapo.model.placement import take_turns
 from dapo.observe.changes import Change, config_of_step
 from dapo.observe.checkpoints import CheckpointId
 from dapo.observe.index import forget_steps
-from dapo.observe.indexing import BackgroundIndex
 from dapo.observe.progress import Listener
 from dapo.observe.resources import ResourceRecorder
 from dapo.observe.samples import discard_samples
@@ -47,7 +45,7 @@ from dapo.orchestrator.run_state import Plan
 from dapo.orchestrator.runtime.placed import Wait
 from dapo.orchestrator.step_state import StepState
 from dapo.rollout.engine import Engine
-from dapo.util.asynchronous import closed_in_time, in_thread
+from dapo.util.asynchronous import closed_in_time
 from dapo.util.differences import Difference
 from dapo.util.terminal import counted
 
@@ -135,8 +133,6 @@ class Experiment(KeptRun):
         return found
 
     async def _go_on(self, latest: Path | None, contents: Sequence[Difference]) -> Mapping[str, Any]:
-        self._index = BackgroundIndex(self.folder.root, self.listener.warning)
-        self._closing.push_async_callback(partial(in_thread, self._index.close))
         if self.setup.overrides.resume is None:
             return {"changes": []}
         changes = changes_at(self.folder, self.config, latest, contents)
@@ -176,7 +172,7 @@ class Experiment(KeptRun):
             forget_steps(self.folder.samples, after=kept)
             discard_spans(self.folder.spans, after=kept)
         heard, seen, resumed = self.listener, self.rewards.monitor, self.state.step is not None
-        where = self.config, self.folder, self.metrics, self._index, resources
+        where = self.config, self.folder, self.metrics, resources
         self.recorder = Recorder(*where, heard, seen, self.alarms, self.state, self.roles, resumed)
         if kept is None or kept < 0:
             if self.roles.engine.version < self.roles.learner.version:  # of an engine elsewhere, which has others

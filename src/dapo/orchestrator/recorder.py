@@ -15,7 +15,6 @@ from dapo.config import Config
 from dapo.errors import UserError
 from dapo.model.placement import apart, take_turns
 from dapo.observe.alarms import Alarms
-from dapo.observe.indexing import BackgroundIndex
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.progress import Listener
 from dapo.observe.resources import ResourceRecorder
@@ -42,7 +41,6 @@ class Recorder:
     config: Config
     folder: RunFolder
     metrics: MetricsLog
-    index: BackgroundIndex
     resources: ResourceRecorder | None
     listener: Listener
     monitor: Monitor
@@ -101,4 +99,3 @@ class Recorder:
         if share := float(self.config.run.save_samples):
             seed, checks = self.config.seed, self.monitor.verdicts
             await in_thread(step.write_samples, self.folder.samples, number, share, seed, checks)
-            self.index.notify()

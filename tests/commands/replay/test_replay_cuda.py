@@ -20,6 +20,6 @@ def test_a_deterministic_run_is_the_same_twice_and_its_steps_can_be_made_again(t
     one, other = ([without_times(entry) for entry in steps_of(root)] for root in roots)
     assert one == other and any(entry["loss"] for entry in one)
 
-    found = replay(roots[0], 2, gradients=0)
+    found = replay(roots[0], 2)
     assert (found.differences, found.missing) == ([], [])
     assert all(update["recomputed"] == update["recorded"] for update in found.updates)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -320,22 +319,10 @@ def test_a_chart_is_zoomed_by_pointer_and_keys_has_a_log_scale_and_becomes_files
         page.keyboard.press("Enter")
         tools.get_by_label("log scale").press("Space")
         sync_api.expect(chart.locator(".said")).to_contain_text("Log scale: 1 point at or below 0 not drawn")
-        saved = {}
-        for kind in ("CSV", "SVG", "PNG"):
-            if not tools.locator("div").is_visible():
-                tools.locator("summary").click()
-            with page.expect_download() as download:
-                tools.get_by_text(f"save {kind}").click()
-            saved[kind] = Path(download.value.path()).read_bytes()
-        assert saved["CSV"].splitlines()[0] == b"curve,step,mean,lowest,highest" and saved["CSV"].endswith(
-            b"r,9,0.9,0.9,0.9\r\n"
-        )
-        drawn = ElementTree.fromstring(saved["SVG"])
-        assert "accuracy" in "".join(drawn.itertext()) and saved["PNG"].startswith(b"\x89PNG")
-        lines = [
-            e.get("stroke") for e in drawn.iter("{http://www.w3.org/2000/svg}path") if "line" in e.get("class", "")
-        ]
-        assert lines == ["rgb(47, 91, 211)"]
+        with page.expect_download() as download:
+            tools.get_by_text("save CSV").click()
+        saved = Path(download.value.path()).read_bytes()
+        assert saved.startswith(b"curve,step,mean,lowest,highest") and saved.endswith(b"r,9,0.9,0.9,0.9\r\n")
         chart.locator(".plot").focus()
         page.keyboard.press("0")
         sync_api.expect(other.locator(".said")).to_be_empty()

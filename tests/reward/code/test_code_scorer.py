@@ -97,11 +97,9 @@ def test_rows_that_a_program_could_decide_itself_are_in_doubt():
         "assert same(add(1, 2), 3)",
         "assert np.isclose(add(1, 2), 3)",
         "assert add(1, 2) == Number(3)",
-        "assert add(1, 2) == add(2, 1)",
         "def check(candidate):\n    assert near(candidate(1, 2), 3)",
         "assert add(1, 2).equals(3)",
         "assert add(1, 2).__eq__(3)",
-        "one = add(1, 2)\ntwo = add(2, 1)\nassert one == two",
     ]
     fine = [
         "assert add(Number(1), Number(2)) == 3",
@@ -121,8 +119,6 @@ def test_rows_that_a_program_could_decide_itself_are_in_doubt():
 def test_without_an_entry_point_rows_are_in_doubt_where_a_helper_judges_a_result():
     doubtful = [
         *("assert np.allclose(f(2), 4)", "r = f(2)\nassert same(r, 4)", "assert norm(f(2), 4) == 3"),
-        *("cmp = lambda a, b: same(a, b)\nassert cmp(f(2), 4)", "assert all(map(same, [f(2)]))"),
-        *("def eq(a, b):\n    return same(a, b)\nassert eq(f(2), 4)", "cmp = same\nassert cmp(f(2), 4)"),
     ]
     fine = [
         *("import math\nassert math.isclose(f(2), 4)", "assert f(2) == 4", "assert f(Point(1, 2), 3) == 3"),
@@ -132,22 +128,6 @@ def test_without_an_entry_point_rows_are_in_doubt_where_a_helper_judges_a_result
     doubts = examine(*({"tests": [test]} for test in doubtful + fine))
     assert [(doubt.position, doubt.unusable) for doubt in doubts] == [(k, False) for k in range(len(doubtful))]
     assert "np" in doubts[0].text and "entry point" in doubts[0].text
-    assert all("same" in doubt.text for doubt in doubts[3:])
-
-
-def test_tests_that_are_always_true_or_true_for_nan_are_in_doubt():
-    always = ["assert (f(2) == 4, 'wrong')", "assert (x == 4 for x in f(2))", "f(2)\nassert True"]
-    for_nan = ["assert not (abs(f(2) - 4) > 1e-6)", "assert not any(abs(x - 4) >= 1e-6 for x in f(2))"]
-    fine = [
-        "assert (f(2) == 4), 'wrong'",
-        "assert abs(f(2) - 4) <= 1e-6",
-        "assert not f(2) > 4",
-        "assert not (f(2) > 0)",
-    ]
-    doubts = examine(*({"tests": [test], "entry_point": "f"} for test in always + for_nan + fine))
-    assert [doubt.position for doubt in doubts] == [0, 1, 2, 3, 4]
-    assert "always true" in doubts[0].text and "no assert that can fail" in doubts[2].text
-    assert "nan" in doubts[3].text
 
 
 def test_a_row_may_have_a_tolerance_of_its_own():

@@ -67,10 +67,6 @@ def inspect(
     limit: Annotated[int, _sample_option(min=0, max=10**9, help="Show at most so many; 0: all.")] = 10,
     full: Annotated[bool, _sample_option("--full", help="Do not cut long texts.")] = False,
     table: Annotated[bool, _sample_option("--table", help="A line for each.")] = False,
-    diff: Annotated[
-        tuple[int, int] | None,
-        _sample_option(metavar="A B", help="Of one --prompt: what changed between two steps."),
-    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -91,12 +87,6 @@ def inspect(
         span = step_range(steps)
         if not is_run(run) and (found := runs_in(run)):
             _runs(found, as_json)
-        elif diff is not None:
-            others = {"--step": span, "--sort": sort, "--table": table, "a filter": wanted != SampleFilter(row=row)}
-            for name in (name for name, given in others.items() if given):
-                alone = "it compares all samples of one --prompt ROW"
-                raise ConfigError(f"--diff: cannot be combined with {name}; {alone}")
-            _diff(RunView.read(run), diff, row, limit, as_json)
         elif asks_for_samples:
             shown_as = "json" if as_json else "table" if table else "full" if full else "cut"
             _samples(RunView.read(run), span, wanted, sort and sort.name, limit, shown_as)
@@ -161,18 +151,3 @@ def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None,
         print_lines(line for sample in found.samples for line in [*show(sample, terminal_width() or 100, whole), ""])
     cut = f", {len(found.samples)} shown (--limit)" if len(found.samples) < found.matching else ""
     print_lines([f"{found.matching} of {counted(found.total, 'sample')}{cut}"])
-
-
-def _diff(run: RunView, steps: tuple[int, int], row: int | None, limit: int, as_json: bool) -> None:
-    from rich.text import Text
-
-    from dapo.commands.inspect.sample_report import diff_report, two_steps
-
-    before, after = two_steps(run, steps, row)
-    if as_json:
-        print_json({"before": before, "after": after})
-        return
-    terminal = Terminal(highlight=False)
-    styles = {"-": "red", "+": "green", "@": "bold"}
-    for kind, line in diff_report(before, after, terminal_width(), limit):
-        terminal.print(Text(line, style=styles.get(kind, "")), soft_wrap=True)

@@ -31,9 +31,6 @@ def replay(
         str | None,
         typer.Option(metavar="DRAW:INDEX", help="Show the tokens of this sample, numbered as by dapo inspect."),
     ] = None,
-    samples: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Gradient norms of so many samples per update; 0: none.")
-    ] = 0,
     rewards: Annotated[
         bool, typer.Option("--rewards/--no-rewards", help="Score the samples again, which may call a judge.")
     ] = True,
@@ -53,7 +50,7 @@ def replay(
         with status_line(as_json, "loading") as progress:
             from dapo.commands.replay.replay import replay as make_again
 
-            found = make_again(run, step, update, wanted, samples, rewards, progress)
+            found = make_again(run, step, update, wanted, rewards, progress)
         if as_json:
             print_json(plain(found.as_json()))
         else:
@@ -101,7 +98,6 @@ def report(found: Replay) -> Iterator[str]:
         yield ""
         differing = {one.update for one in found.differences if one.what.startswith(f"step {found.step}: ")}
         yield from columns(_HEADER, [_row(one, differing) for one in found.updates])
-        yield from _norms(found.updates)
     yield from (f"note: {visible(text)}" for text in found.notes)
     if found.differences:
         yield ""
@@ -119,20 +115,6 @@ def _row(update: Mapping[str, Any], differing: set[int | None]) -> list[str]:
     same = "-" if not (made and recorded) else "differs" if update["update"] in differing else "same"
     tokens = made.get("loss_tokens", update["loss_tokens"])
     return [str(update["update"]), str(len(update["draws"])), f"{tokens:,}", weight, *numbers, same]
-
-
-def _norms(updates: list[dict[str, Any]]) -> Iterator[str]:
-    from dapo.commands.inspect.tables import columns
-
-    rows = [
-        [str(update["update"]), f"{one['draw']}:{one['index']}", _number(one["loss"]), _number(one["grad_norm"])]
-        for update in updates
-        for one in update.get("gradient_norms", [])
-    ]
-    if rows:
-        yield ""
-        yield from columns(("update", "sample", "loss", "grad norm"), rows)
-        yield ""
 
 
 def _number(value: Any) -> str:

@@ -18,7 +18,7 @@ from dapo.orchestrator.step_metrics import soft_penalty
 from dapo.records import Group, Sample, TokenBatch
 from dapo.training.learner import loss_weights
 from dapo.training.micro_batch import MicroBatch, micro_batch, select_tokens
-from dapo.training.objective_protocol import Objective, unit_of
+from dapo.training.objective_protocol import Objective
 from dapo.training.packing import pack
 from dapo.training.policy import Policy
 
@@ -169,41 +169,6 @@ class Update:
 
     batch: TokenBatch
     inputs: TokenInputs
-
-
-def gradient_norms(policy: Policy, update: Update, objective: Objective, count: int) -> list[dict[str, Any]]:
-    """Loss and gradient norm of single samples: their parts of the sums that the update adds up.
-
-    Args:
-        policy: with the weights before the update.
-        count: look at so many, those first whose tokens weigh most (weight times advantage); one backward pass each.
-    """
-    batch, inputs = update.batch, update.inputs
-    if unit_of(objective) == "pair":  # a sample alone has no loss
-        return []
-    stakes = (inputs.weights * inputs.advantages.abs().nan_to_num()).double()
-    by_sample = torch.zeros(batch.num_samples, dtype=torch.float64, device=stakes.device)
-    by_sample = by_sample.index_add(0, torch.from_numpy(batch.sample_ids).to(stakes.device), stakes)
-    order = torch.argsort(by_sample, descending=True, stable=True).tolist()
-    found = []
-    for number in order[:count]:
-        loss, norm = _gradient_norm(policy, update, objective, number)
-        draw, index = int(batch.draws[number]), int(batch.indices[number])
-        found.append({"draw": draw, "index": index, "loss": plain_number(loss), "grad_norm": plain_number(norm)})
-    return found
-
-
-def _gradient_norm(policy: Policy, update: Update, objective: Objective, number: int) -> tuple[float, float]:
-    part, inputs = _alone(policy, update, number)
-    if not len(part.targets):
-        return 0.0, 0.0
-    with torch.enable_grad():
-        logprobs, entropy = policy.evaluate(part)
-        loss, _ = objective(logprobs, entropy, inputs.resolved(logprobs))
-        parameters = [p for p in policy.model.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
-    return float(loss.detach()), float(norm)
 
 
 def _alone(policy: Policy, update: Update, number: int) -> tuple[MicroBatch, TokenInputs]:

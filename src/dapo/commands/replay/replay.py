@@ -69,14 +69,13 @@ def replay(
     step: int,
     update: int | None = None,
     sample: tuple[int, int] | None = None,
-    gradients: int = 8,
     rewards: bool = True,
     phase: Callable[[str], None] = lambda text: None,
 ) -> Replay:
     """Make a rollout step again.
     ``step``: from 1, as in ``samples/``. ``update``: of the step, from 0: only this one is reported; None: all of them.
-    ``sample``: draw and index of the one whose tokens are wanted. ``gradients``: per update, for so many samples the
-    gradient norm; one backward pass each. ``rewards``: score the samples again, which may cost calls of a judge.
+    ``sample``: draw and index of the one whose tokens are wanted. ``rewards``: score the samples again, which may cost
+    calls of a judge.
     Raises UserError: there is no such run, step, update or sample (says which there are), or a stored file is damaged.
     """
     view = RunView.read(root)
@@ -119,7 +118,7 @@ def replay(
         _rescore(found, view, config, phase)
     else:
         found.missing.append("rewards: not asked for")
-    trace = _Trace(wanted, gradients, update, decode, of_step)
+    trace = _Trace(wanted, update, decode, of_step)
     _make_updates(found, view, config, stored, trace, phase)
     if wanted is not None:
         found.sample = trace.as_json()
@@ -233,12 +232,10 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
 @dataclass(slots=True)
 class _Trace:
     wanted: tuple[Group, str, Sample] | None
-    gradients: int
     update: int | None
     decode: Callable[[int], str]
     of_step: Callable[[int], Config]
     rerun: Rerun | None = None
-    norms: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     traced: list[dict[str, Any]] | None = None
     traced_in: int | None = None
 
@@ -247,8 +244,6 @@ class _Trace:
         policy = self.rerun.trainer.policy
         if self.update not in (None, number):
             return
-        if self.gradients:
-            self.norms[number] = recompute.gradient_norms(policy, update, objective, self.gradients)
         if self.wanted is not None and self.traced is None:
             group, _, sample = self.wanted
             places = np.flatnonzero((update.batch.draws == group.draw) & (update.batch.indices == sample.index))
@@ -311,12 +306,12 @@ def _make_updates(
         return give_up(str(error))
     wanted = {one["update"] for one in found.updates}
     found.differences += [d for d in rerun.differences if d.update in wanted]
-    _report_updates(found, stored, reports, trace)
+    _report_updates(found, stored, reports)
     if config.algorithm.kl.mode == "reward" and rerun.shaped is not None:
         found.differences += recompute.compare_groups(stored.trained, rerun.shaped)
 
 
-def _report_updates(found: Replay, stored: StoredStep, reports: Mapping[int, UpdateReport], trace: _Trace) -> None:
+def _report_updates(found: Replay, stored: StoredStep, reports: Mapping[int, UpdateReport]) -> None:
     for planned in found.updates:
         number = planned["update"]
         if number not in reports:
@@ -325,4 +320,3 @@ def _report_updates(found: Replay, stored: StoredStep, reports: Mapping[int, Upd
         recorded = stored.reports[number] if number < len(stored.reports) else None
         planned["recomputed"] = flat_report(asdict(reports[number]))
         planned["recorded"] = None if recorded is None else flat_report(recorded)
-        planned["gradient_norms"] = trace.norms.get(number, [])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dapo.errors import UserError
 from dapo.observe.run_folder import RunFolder
@@ -21,103 +23,82 @@ from dapo.observe.samples import (
     tokens_path,
     updates_path,
 )
-from dapo.records import Group, Prompt, Reward, Sample
+from dapo.records import FinishReason, Group, Prompt, Reward, Sample
 from dapo.util.differences import shown
 from dapo.util.files import read_json
 
-Kind = tuple[str, Callable[[Any], bool]]  # what a value must be: in words, and whether one is
+_Number = Annotated[float, Field(ge=-1e38, le=1e38)]  # of a size that float32 holds
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Length = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _is_number(value: Any) -> bool:
-    """Of a size that float32 holds; NaN is smaller than nothing."""
-    return type(value) in (int, float) and abs(value) <= 1e38
+class _Stored(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-def _one_of(names: Iterable[str]) -> Kind:
-    known = tuple(names)
-    return (f"one of {', '.join(known)}", lambda value: isinstance(value, str) and value in known)
+class _Line(_Stored):
+    """A line of ``samples/step-NNNNN.jsonl``."""
+
+    draw: _Count
+    row: _Count
+    index: _Count
+    length: _Length
+    prompt: str
+    response: str
+    status: Literal[tuple(STATUSES)]  # type: ignore[valid-type]
+    finish_reason: FinishReason
+    gold: str | None
+    error: str | None
+    extracted: str | None
+    correct: bool | None
+    reward: _Number | None
+    shaped_reward: _Number | None
+    advantage: _Number | None
+    in_loss: bool
+    parts: dict[str, _Number | None]
 
 
-def _or_null(kind: Kind) -> Kind:
-    return (f"{kind[0]} or null", lambda value: value is None or kind[1](value))
+class _Mismatch(_Stored):
+    tokens: _Length = 0
+    absolute_sum: _Number | None = None
 
 
-_NUMBER = ("a finite number", _is_number)
-_COUNT = ("a whole number, 0 or more", lambda value: type(value) is int and 0 <= value < 2**53)
-_LENGTH = ("a number of tokens", lambda value: type(value) is int and 0 <= value < 2**31)
-_TEXT = ("text", lambda value: isinstance(value, str))
-_TRUTH = ("true or false", lambda value: isinstance(value, bool))
-_PARTS = (
-    "an object of finite numbers or null",
-    lambda value: isinstance(value, dict) and all(one is None or _is_number(one) for one in value.values()),
-)
-_PAIR = (
-    "a sum and a count, or null",
-    lambda value: isinstance(value, list) and len(value) == 2 and all(one is None or _is_number(one) for one in value),
-)
-NUMBER_OR_NULL = _or_null(_NUMBER)
+class _Report(_Stored):
+    """The report of an update."""
 
-SAMPLE: Mapping[str, Kind] = {
-    **dict.fromkeys(("draw", "row", "index"), _COUNT),
-    "length": _LENGTH,
-    **dict.fromkeys(("prompt", "response"), _TEXT),
-    "status": _one_of(STATUSES),
-    "finish_reason": _one_of(("stop", "length")),
-    **dict.fromkeys(("gold", "error", "extracted"), _or_null(_TEXT)),
-    "correct": _or_null(_TRUTH),
-    **dict.fromkeys(("reward", "shaped_reward", "advantage"), NUMBER_OR_NULL),
-    "in_loss": _TRUTH,
-    "parts": _PARTS,
-}
-"""A line of ``samples/step-NNNNN.jsonl``."""
-
-_REPORT: Mapping[str, Kind] = {
-    **dict.fromkeys(("loss", "grad_norm", "learning_rate"), NUMBER_OR_NULL),
-    **dict.fromkeys(("tokens", "response_tokens", "loss_tokens"), _LENGTH),
-    "skipped": _or_null(_TEXT),
-}
-"""The report of an update, but for what is nested in it."""
-
-_MISMATCH: Mapping[str, Kind] = {"tokens": _LENGTH, "absolute_sum": NUMBER_OR_NULL}
-
-
-_WHY = {"reward": "scored", "advantage": "in the loss"}
+    loss: _Number | None
+    grad_norm: _Number | None
+    learning_rate: _Number | None
+    tokens: _Length
+    response_tokens: _Length
+    loss_tokens: _Length
+    skipped: str | None
+    statistics: dict[str, Annotated[list[_Number | None], Field(min_length=2, max_length=2)]] = {}  # sum and count
+    mismatch: _Mismatch = _Mismatch()
 
 
 def check_sample(line: Mapping[str, Any], place: str) -> None:
     """``line``: of a file of samples.
     Raises UserError: it is not that of a sample: names place, keys, what they should be and what they are."""
-    wrong = [f"{key}: missing" for key in SAMPLE if key not in line]
-    wrong += _wrong(line, SAMPLE)
-    for key, needed in (("reward", line.get("error") is None), ("advantage", line.get("in_loss"))):
-        if not wrong and needed and line[key] is None:
-            wrong = [f"{key}: expected a finite number, as the sample was {_WHY[key]}, found null"]
-    _refuse(wrong, place)
+    _check(_Line, line, place)
+    for key, needed, why in (
+        ("reward", line["error"] is None, "scored"),
+        ("advantage", line["in_loss"], "in the loss"),
+    ):
+        if needed and line[key] is None:
+            _refuse(f"{key}: should be a number, as the sample was {why}, found null", place)
 
 
-def check_report(report: Mapping[str, Any], place: str) -> None:
-    """``report``: of an update, as JSON. Raises UserError: as :func:`check_sample`."""
-    wrong = [f"{key}: missing" for key in _REPORT if key not in report]
-    wrong += _wrong(report, _REPORT)
-    for name in ("statistics", "mismatch"):
-        nested = report.get(name, {})
-        if not isinstance(nested, dict):
-            wrong.append(f"{name}: expected an object, found {shown(nested, 40)}")
-            continue
-        kinds = _MISMATCH if name == "mismatch" else dict.fromkeys(nested, _PAIR)
-        wrong += [f"{name}.{text}" for text in _wrong(nested, kinds)]
-    _refuse(wrong, place)
+def _check(kind: type[_Stored], values: Any, place: str) -> None:
+    try:
+        kind.model_validate(values)
+    except ValidationError as error:
+        wrong = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}, found {shown(e['input'], 40)}" for e in error.errors())
+        _refuse("; ".join(wrong), place)
 
 
-def _wrong(values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> Iterator[str]:
-    for key, kind in kinds.items():
-        if key in values and not kind[1](values[key]):
-            yield f"{key}: expected {kind[0]}, found {shown(values[key], 40)}"
-
-
-def _refuse(wrong: list[str], place: str) -> None:
-    if wrong:
-        raise UserError(f"{place}: {'; '.join(wrong)}; the file was changed after the run wrote it")
+def _refuse(wrong: str, place: str) -> NoReturn:
+    raise UserError(f"{place}: {wrong}; the file was changed after the run wrote it") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +148,13 @@ def differing_texts(stored: StoredStep, decode: Callable[[Sequence[int]], str]) 
 def _reports(folder: RunFolder, step: int) -> list[dict[str, Any]]:
     path = updates_path(folder.samples, step)
     try:
-        found = read_json(path)
-        if not isinstance(found, list) or not all(isinstance(report, dict) for report in found):
+        found: list[dict[str, Any]] = read_json(path)
+        if not isinstance(found, list):
             raise ValueError("expected a list of reports")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not the reports of a step's updates: {error}") from None
     for number, report in enumerate(found):
-        check_report(report, f"{path}: update {number}")
+        _check(_Report, report, f"{path}: update {number}")
     return found
 
 

@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import Debug, JsonFile, Run, complete_recipe, files_and_settings, step_range
+from dapo.commands.shared.options import Debug, JsonFile, Run, files_and_settings, step_range
 from dapo.commands.shared.output import print_lines, require_writable, status_line, write_results
 from dapo.errors import ConfigError
 from dapo.util.terminal import counted, warn
@@ -35,7 +34,6 @@ def check(
         typer.Argument(
             metavar="RECIPE|KIND",
             help="A recipe, of which the reward section is used; or math, code, exact.",
-            autocompletion=complete_recipe,
         ),
     ],
     words: Annotated[
@@ -66,7 +64,8 @@ def check(
             raise ConfigError("no files are named; give FILES of labelled cases: dapo reward check math FILE.jsonl")
         config = load_reward(reward, overrides)
         cases = read_cases(files, config)
-        _require_writable(output, files)
+        if output is not None:
+            require_writable("--json", output, files)
         started = time.perf_counter()
         with status_line(quiet, "starting") as progress:
             checked = asyncio.run(
@@ -95,7 +94,6 @@ def score(
         typer.Option(
             metavar="RECIPE|KIND",
             help="What to score with: a recipe, or math, exact, ...; by default the run's own reward.",
-            autocompletion=complete_recipe,
         ),
     ] = None,
     steps: _Steps = "all",
@@ -122,7 +120,8 @@ def score(
         wanted = steps_asked_for(view, (0, 10**9) if steps == "all" else step_range(steps) or (0, 0))
         config = load_config(view.folder.config)
         chosen = _chosen(view, config, reward, overrides)
-        _require_writable(output, [str(view.folder.config)])
+        if output is not None:
+            require_writable("--json", output, [view.folder.config])
         rows = StoredRows(config, chosen, warn)
         summary = Summary(examples)
         told: list[dict[str, Any]] = []
@@ -176,12 +175,3 @@ def _told(config: RewardConfig) -> Any:
     from dapo.config.secrets import redact
 
     return redact(config.model_dump(mode="json"))
-
-
-def _require_writable(output: Path | None, inputs: Sequence[str]) -> None:
-    """Raises ConfigError if it is one of the files that are read, UserError if it cannot be written to."""
-    if output is None:
-        return
-    if any(output.resolve() == Path(file).resolve() for file in inputs):
-        raise ConfigError(f"--json: {str(output)!r} is one of the files to be read; name another file")
-    require_writable("--json", output)

@@ -60,7 +60,7 @@ class Summary:
     def add(self, step: StepChange) -> None:
         self._steps.append((str(step.step), step.numbers))
         for change in step.changes:
-            best = self._examples[change.kinds[0]]
+            best = self._examples[change.kind]
             best.append(change)
             best.sort(key=lambda one: -abs(one.before.value - one.after.value))
             del best[self._most :]
@@ -112,7 +112,7 @@ def _cells(numbers: Mapping[str, float], kinds: Sequence[str]) -> Iterator[str]:
 def _example(change: Change) -> Iterator[str]:
     sample, before, after = change.sample, change.before, change.after
     place = "  ".join(f"{name} {sample[name]}" for name in ("step", "row", "draw", "index"))
-    yield f"{place}  {', '.join(KINDS[kind] for kind in change.kinds)}"
+    yield f"{place}  {KINDS[change.kind]}"
     yield from _long("response", sample["response"])
     found = [one_line(before.extracted), one_line(after.extracted)]
     yield f"  extracted {' -> '.join(dict.fromkeys(found))}  gold {one_line(sample['gold'])}"

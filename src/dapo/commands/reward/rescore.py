@@ -36,23 +36,18 @@ KINDS: Mapping[str, str] = {
     "wrong_to_right": "wrong -> right",
     "failed": "now failed",
     "recovered": "now scored",
-    "answer_lost": "answer lost",
-    "answer_found": "answer found",
-    "opened": "now open",
-    "decided": "now decided",
-    "value": "other value",
+    "value": "otherwise",
 }
-"""How the reward of a sample can change, the most important first, and its column header.
-``opened``: ``correct`` is now None; ``decided``: it was. ``value``: only the value differs."""
+"""How the reward of a sample can change, the most important first, and its column header."""
 
 _TOLERANCE = 1e-9  # rewards that differ by less, absolutely or relatively, are equal
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A sample whose reward changed. ``sample``: its line in samples/, with ``step``. ``kinds``: of :data:`KINDS`."""
+    """A sample whose reward changed. ``sample``: its line in samples/, with ``step``. ``kind``: of :data:`KINDS`."""
 
-    kinds: tuple[str, ...]
+    kind: str
     sample: Mapping[str, Any]
     before: Reward
     after: Reward
@@ -62,7 +57,7 @@ class Change:
         place = {key: self.sample.get(key) for key in ("step", "draw", "row", "index")}
         return {
             **place,
-            "kinds": self.kinds,
+            "kind": self.kind,
             "before": reward_to_json(self.before),
             "after": reward_to_json(self.after),
         }
@@ -179,16 +174,16 @@ def _compare(
     step: int, samples: Sequence[Mapping[str, Any]], before: Sequence[Reward], after: Sequence[Reward], config: Config
 ) -> StepChange:
     changes = [
-        Change(kinds, sample, old, new)
+        Change(kind, sample, old, new)
         for sample, old, new in zip(samples, before, after, strict=True)
-        if (kinds := kinds_of_change(old, new))
+        if (kind := kind_of_change(old, new)) is not None
     ]
     both = [(a.value, b.value) for a, b in zip(before, after, strict=True) if a.error is None and b.error is None]
     groups = list(_groups(samples, before, after, config))
     mixed = GroupVerdict.MIXED
     moved = tuple(one for one in groups if (one.before is mixed) is not (one.after is mixed))
     lost = sum(one.before is mixed for one in moved)
-    counts = Counter(kind for change in changes for kind in change.kinds)
+    counts = Counter(change.kind for change in changes)
     numbers = {
         "samples": len(samples),
         "changed": len(changes),
@@ -207,31 +202,15 @@ def _compare(
     return StepChange(step, numbers, tuple(changes), moved)
 
 
-def kinds_of_change(before: Reward, after: Reward) -> tuple[str, ...]:
-    """Which of :data:`KINDS` apply, in their order; none if the reward is the same."""
+def kind_of_change(before: Reward, after: Reward) -> str | None:
+    """Of :data:`KINDS`; None: the reward is the same."""
     if before.error is not None or after.error is not None:
-        if before.error is not None and after.error is not None:
-            return ()
-        return ("failed",) if after.error is not None else ("recovered",)
-    found: list[str] = []
-    if before.correct is not after.correct:
-        if before.correct is None or after.correct is None:
-            found.append("decided" if before.correct is None else "opened")
-        else:
-            found.append("right_to_wrong" if before.correct else "wrong_to_right")
-    had, has = _answer_found(before), _answer_found(after)
-    if None not in (had, has) and had is not has:
-        found.append("answer_lost" if had else "answer_found")
-    if not found and not math.isclose(before.value, after.value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
-        found.append("value")
-    return tuple(sorted(found, key=list(KINDS).index))
-
-
-def _answer_found(reward: Reward) -> bool | None:
-    """None: not known."""
-    if "answer_found" in reward.parts:
-        return reward.parts["answer_found"] > 0
-    return True if reward.extracted is not None else None
+        both = before.error is not None and after.error is not None
+        return None if both else "failed" if after.error is not None else "recovered"
+    if {before.correct, after.correct} == {True, False}:
+        return "right_to_wrong" if before.correct else "wrong_to_right"
+    same = math.isclose(before.value, after.value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    return None if same and before.correct is after.correct else "value"
 
 
 def _groups(

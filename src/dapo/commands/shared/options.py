@@ -1,66 +1,15 @@
-"""Arguments that several commands share, how they are told apart, and what the shell completes. Loads nothing heavy."""
+"""Arguments that several commands share, and how they are told apart. Loads nothing heavy."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from dapo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dapo.config.reference import Key
-
-Completions = list[tuple[str, str]]  # words, each with what to say of it
-
-
-def complete_recipe(incomplete: str) -> Completions:
-    """Shipped ones; where none begins so the shell completes files by itself."""
-    from dapo.config.plan import shipped_recipes
-
-    return [(path.stem, "") for path in shipped_recipes() if incomplete and path.stem.startswith(incomplete)]
-
-
-def complete_override(context: typer.Context, incomplete: str) -> Completions:
-    """``section.key=``, or once the key is plain its values with it, as the shell must put no space behind ``=``."""
-    words: list[str] = ["", "", *(context.params.get("overrides") or [])]
-    before, last = words[-2:]
-    if last == "=":  # bash takes a word apart at "=", and asks for the value alone
-        key = _by_name().get(before)
-        return [(value, "") for value in _values(key)] if key is not None else []
-    name, equals, value = incomplete.partition("=")
-    found = [key for key in _by_name().values() if (key.name == name if equals else key.name.startswith(name))]
-    if len(found) > 1:
-        return [(f"{key.name}=", key.text) for key in found]
-    return [(f"{key.name}={v}", "") for key in found for v in ("", *_values(key)) if v.startswith(value)]
-
-
-def complete_key(incomplete: str) -> Completions:
-    from dapo.config import all_keys
-
-    meanings = _by_name()
-    return [
-        (name, meanings[name].text if name in meanings else "section")
-        for name in all_keys()
-        if name.startswith(incomplete)
-    ]
-
-
-def _values(key: Key) -> list[str]:
-    values = key.choices or (() if key.required else (key.default,))
-    return [v if isinstance(v, str) else json.dumps(v, separators=(",", ":")) for v in values if v != ""]
-
-
-def _by_name() -> dict[str, Key]:
-    from dapo.config import Config
-    from dapo.config.reference import keys_of
-
-    return {key.name: key for key in keys_of(Config)}
-
 
 Host = Annotated[str, typer.Option(help="Address to listen on. All but this machine's own need a token.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")]
@@ -82,15 +31,12 @@ Redact = Annotated[
     typer.Option(metavar="FILE.PY:NAME", help="Function that is given each entry, and returns what to keep."),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
-Recipe = Annotated[
-    Path, typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe)
-]
+Recipe = Annotated[Path, typer.Argument(help="YAML file that describes the run.", metavar="RECIPE")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SECTION.KEY=VALUE",
         help="Change keys of the recipe, such as training.steps=20.",
-        autocompletion=complete_override,
     ),
 ]
 Model = Annotated[

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dapo.errors import UserError
+from dapo.errors import ConfigError, UserError
 
 
 @contextmanager
@@ -41,17 +41,40 @@ def print_lines(lines: Iterable[str]) -> None:
         print(line)
 
 
+def say(lines: Iterable[str], stderr: bool = False) -> None:
+    """Print lines of any length, with an escape for what a terminal would obey."""
+    from dapo.util.terminal import Terminal
+
+    console = Terminal(stderr=stderr)
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_yaml(text: str) -> None:
+    """Print a recipe, coloured on a terminal."""
+    from dapo.util.terminal import Terminal
+
+    console = Terminal()
+    if console.is_terminal:
+        from rich.syntax import Syntax
+
+        console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    else:
+        print(text, end="" if text.endswith("\n") else "\n")
+
+
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def require_writable(option: str, output: Path, file: Path | None = None) -> None:
-    """Make the folder of the output of an option, or of the ``file`` that comes of it, and try to write there.
-    Raises UserError: that cannot be done; better said before an hour of work."""
-    file = file or output
+def require_writable(option: str, output: Path, inputs: Iterable[str | Path] = ()) -> None:
+    """Make the folder of the output of an option, and try to write there; better said before an hour of work.
+    Raises UserError: that cannot be done; ConfigError: it is one of the ``inputs``, which are read."""
+    if any(output.resolve() == Path(one).resolve() for one in inputs):
+        raise ConfigError(f"{option}: {str(output)!r} is one of the files to be read; name another file")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        probe = file.with_name(f".{file.name}.probe")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        probe = output.with_name(f".{output.name}.probe")
         probe.touch()
         probe.unlink()
     except OSError as error:

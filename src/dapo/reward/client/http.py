@@ -28,7 +28,7 @@ _NOT_THERE = (401, 403, 502, 503, 504)  # statuses of a server that is not ready
 class JsonScorer(RemoteScorer):
     def __init__(self, config: RemoteReward) -> None:
         super().__init__(config)
-        self._connections = HttpConnections(self._token, self._most_connections)
+        self._connections = HttpConnections(self._token, config.concurrency)
         self._send = self._connections.send
 
     async def _close_connections(self) -> None:

@@ -1,4 +1,4 @@
-"""The scorer in front of any server: batches, retries, hedging. Subclasses make single requests.
+"""The scorer in front of any server: batches, retries. Subclasses make single requests.
 
 Responses that wait are sent together; a verdict is returned as soon as it arrives, and what a broken reply lacks is
 asked for again. While the server is down, busy or failing, requests are repeated with growing pauses, until
@@ -52,7 +52,6 @@ class RemoteScorer(Scorer, ABC):
             self._work, size=config.responses_per_call, concurrency=config.concurrency
         )
         self._submitted: set[asyncio.Task[None]] = set()
-        self._most_connections = config.concurrency * (1 if config.hedge_after_s is None else 2)
         self._told = False  # of the outage that is on
         self._silent_since: float | None = None  # the first fault since the last verdict, while scores are asked for
 
@@ -154,7 +153,7 @@ class RemoteScorer(Scorer, ABC):
         """One attempt; returns why there was no reply. However much is wrong with a reply, it counts once per call."""
         struck: dict[Call, BadReply] = {}
         try:
-            await self._attempt(calls, struck)
+            await self._request(calls, struck)
         except (Fault, Refusal) as problem:
             return problem
         except BadReply as error:
@@ -165,26 +164,6 @@ class RemoteScorer(Scorer, ABC):
                 if call.bad_replies >= _CHANCES:
                     self._fail([call], problem_of_call)
         return None
-
-    async def _attempt(self, calls: Sequence[Call], struck: dict[Call, BadReply]) -> None:
-        """One request, and a second one beside it if the first takes long. Bad results go into ``struck``."""
-        hedge_s = self._config.hedge_after_s
-        requests = {asyncio.create_task(self._request(calls, struck))}
-        try:
-            done, running = await asyncio.wait(requests, timeout=hedge_s)
-            if not done:
-                requests.add(asyncio.create_task(self._request(calls, struck)))
-            while True:
-                done, running = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
-                succeeded = [request for request in done if request.exception() is None]
-                if succeeded or not running:
-                    (succeeded or list(done))[0].result()
-                    return
-                requests = running
-        finally:
-            for request in requests:
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
 
     async def _request(self, calls: Sequence[Call], struck: dict[Call, BadReply]) -> None:
         try:
@@ -208,7 +187,7 @@ class RemoteScorer(Scorer, ABC):
             self._answer(call, Reward(None, 0.0, error=f"{self._name}: {problem}"))
 
     def _answer(self, call: Call, reward: Reward) -> None:
-        if call.verdict.done():  # by a hedged request, or cancelled
+        if call.verdict.done():  # cancelled
             return
         error = None if reward.error is None else self._secrets.blanked(reward.error)
         call.verdict.set_result(replace(reward, error=error))

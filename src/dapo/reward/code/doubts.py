@@ -39,11 +39,7 @@ def doubts(tests: Tests, entry_point: str | None) -> Iterator[str]:
         seen = _Seen(test, entry_point)
         if not any(map(_demands, ast.walk(seen.tree))):
             yield f"test {place} has no assert that can fail: it passes whatever the program returns"
-        elif any(map(_always_true, ast.walk(seen.tree))):
-            yield f"test {place} asserts a tuple, or another value that is always true: write `assert x == y, 'text'`"
-        elif any(map(_lets_nan_pass, ast.walk(seen.tree))):
-            yield f"test {place} negates a comparison with a tolerance, so that nan passes: compare with <= instead"
-        judges = {name for node in ast.walk(seen.tree) if (name := seen.judge(node))} | seen.handed_on()
+        judges = {name for node in ast.walk(seen.tree) if (name := seen.judge(node))}
         beside = sorted(set(_outside(seen.tree, seen.own, seen.entry)) - seen.entry if seen.entry else judges)
         methods = {str(func.attr) for func in seen.methods()}
         methods = {name for name in methods if name not in _PLAIN_METHODS or name.startswith("__")}
@@ -59,8 +55,6 @@ def doubts(tests: Tests, entry_point: str | None) -> Iterator[str]:
             )
         elif beside:
             yield f"test {place} also calls {', '.join(beside)}, which the program defines and so may decide the test"
-        elif any(map(seen.compares_two, ast.walk(seen.tree))):
-            yield f"test {place} compares two values of the program, which may decide the test"
 
 
 @lru_cache(4096)
@@ -97,7 +91,7 @@ class _Seen:
         given = {node.arg for node in nodes if isinstance(node, ast.arg) and node.arg in called}  # check(candidate)
         self.entry = {root_name(entry_point), *given} if entry_point else set()
         self.own = {*test.free, *self.entry, *given}
-        self._free, self.results = test.free, set[str]()
+        self.results = set[str]()
         self._bound: dict[str, ast.expr] = {}
         for node in nodes * 2:  # one may be made of another that stands deeper
             value = getattr(node, "iter", None) or getattr(node, "value", None)
@@ -127,20 +121,6 @@ class _Seen:
             return None
         given = [part for argument in (*node.args, *node.keywords) for part in ast.walk(argument)]
         return name if any(self._is_result(part) and _root(part) != name for part in given) else None
-
-    def handed_on(self) -> set[str]:
-        """Names of the program's that get the result of another one by a way round: as a value, as in ``map(same, x)``,
-        or within a function of the test, by its parameters."""
-        nodes, own = [*ast.walk(self.tree)], {name for name in self._free if "_" in name or not name[:1].isupper()}
-        calls = [node for node in nodes if isinstance(node, ast.Call)]
-        heads = {id(node) for call in calls for node in ast.walk(call.func)}
-        found = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in heads}
-        for function in (node for node in nodes if isinstance(node, ast.Lambda | ast.FunctionDef)):
-            given = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
-            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-                parts = [part for argument in (*call.args, *call.keywords) for part in ast.walk(argument)]
-                found |= {str(_root(call.func))} if any(getattr(part, "id", None) in given for part in parts) else set()
-        return found & own if len(own) > 1 else set()
 
     def methods(self) -> Iterator[ast.Attribute]:
         """Methods of results, as they are called where it decides."""
@@ -174,28 +154,10 @@ class _Seen:
                 case ast.GeneratorExp(elt=elt) | ast.ListComp(elt=elt):
                     left.append(elt)
 
-    def compares_two(self, node: ast.AST) -> bool:
-        """Whether this compares what the program makes with what it makes."""
-        own = self.own | self.results
-        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-        return sum(bool(set(_outside(side, own, set()))) for side in sides) > 1
-
 
 def _says_little(node: ast.AST) -> bool:
     value = node.value if isinstance(node, ast.Constant) else None
     return isinstance(value, bool | int | float) and (value is True or 0 <= value <= _TOLERANCE)
-
-
-def _always_true(node: ast.AST) -> bool:
-    test = node.test if isinstance(node, ast.Assert) else None
-    return isinstance(test, ast.GeneratorExp | ast.Lambda) or bool(isinstance(test, ast.Tuple | ast.List) and test.elts)
-
-
-def _lets_nan_pass(node: ast.AST) -> bool:
-    inside = ast.walk(node.operand) if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) else ()
-    compared = [one for one in inside if isinstance(one, ast.Compare) and isinstance(one.ops[-1], ast.Gt | ast.GtE)]
-    ends = [one.comparators[-1] for one in compared]
-    return any(isinstance(end, ast.Constant) and type(end.value) is float and _says_little(end) for end in ends)
 
 
 def _demands(node: ast.AST) -> bool:

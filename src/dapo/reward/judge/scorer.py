@@ -61,12 +61,13 @@ class JudgeScorer(JsonScorer):
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         try:
-            key = self._key(self._question(prompt, response, finish_reason))
+            question = self._question(prompt, response, finish_reason)
         except RubricError as error:
             return Reward(None, 0.0, error=f"judge: {error}")
+        key = self._key(question)
         task = self._asked.get(key)
         if task is None:
-            task = self._asked[key] = begin(self._grading, self._grade(key, prompt, response, finish_reason))
+            task = self._asked[key] = begin(self._grading, self._grade(key, prompt, question))
             task.add_done_callback(lambda _: self._asked.pop(key))
         # others may wait for the same question if this caller is cancelled
         return await asyncio.shield(task)
@@ -78,10 +79,11 @@ class JudgeScorer(JsonScorer):
         await asyncio.gather(*tasks, return_exceptions=True)
         await super().close()
 
-    async def _grade(self, key: str, prompt: Prompt, response: str, finish_reason: FinishReason | None) -> Reward:
+    async def _grade(self, key: str, prompt: Prompt, question: str) -> Reward:
+        """What the client hands on as the response is the whole question."""
         kept = await self._cache.read(key)
         grade = None if kept is None else self._rubric.grade(kept)
-        return await super().score(prompt, response, finish_reason) if grade is None else self._verdict(grade)
+        return await super().score(prompt, question) if grade is None else self._verdict(grade)
 
     async def _check_ready(self) -> None:
         """Any answer but that the key is wrong shows that the endpoint is there: not all list their models."""
@@ -91,15 +93,14 @@ class JudgeScorer(JsonScorer):
 
     async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
         for place, call in enumerate(calls):
-            question = self._question(call.prompt, call.response, call.finish_reason)
-            async with self._send("POST", f"{self._base}/chat/completions", question) as reply:
+            async with self._send("POST", f"{self._base}/chat/completions", call.response.encode()) as reply:
                 text = _written(await whole(await self._checked(reply), _LARGEST_REPLY))
             grade = self._rubric.grade(text)
             if grade is None:
                 end = " ".join(self._secrets.blanked(text).split())[-80:]
                 yield place, BadReply(f'the reply does not end with a grade on the scale, but with "{end}"')
             else:
-                await self._cache.write(self._key(question), text)
+                await self._cache.write(self._key(call.response), text)
                 yield place, self._verdict(grade)
 
     async def _checked(self, reply: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
@@ -107,7 +108,7 @@ class JudgeScorer(JsonScorer):
             raise Refusal(f"400: {error_text(await beginning(reply, 2**16))[0]}")
         return await super()._checked(reply)
 
-    def _question(self, prompt: Prompt, response: str, finish_reason: FinishReason | None) -> bytes:
+    def _question(self, prompt: Prompt, response: str, finish_reason: FinishReason | None) -> str:
         """Raises RubricError: it cannot be made from this row."""
         message = self._rubric.message(prompt, response, finish_reason)
         body = {
@@ -116,10 +117,10 @@ class JudgeScorer(JsonScorer):
             "temperature": self._judge.temperature,
             "max_tokens": self._judge.max_tokens,
         }
-        return json.dumps(body, sort_keys=True).encode()  # ASCII: lone surrogates are escaped
+        return json.dumps(body, sort_keys=True)  # ASCII: lone surrogates are escaped
 
-    def _key(self, question: bytes) -> str:
-        return hashlib.sha256(self._judge.url.encode() + b"\n" + question).hexdigest()
+    def _key(self, question: str) -> str:
+        return hashlib.sha256(f"{self._judge.url}\n{question}".encode()).hexdigest()
 
     def _verdict(self, grade: float) -> Reward:
         low, high = self._judge.scale

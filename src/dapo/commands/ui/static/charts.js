@@ -325,9 +325,7 @@ export function heat(title, { cells, columns, rows, shortest, longest, lowest, h
 }
 
 function figure(title, about, ...children) {
-  const element = h("figure", { class: "chart", "data-chart": title }, h("figcaption", {}, h("b", {}, title), about), ...children);
-  element.firstChild.append(toolsOf({ title, element }));
-  return element;
+  return h("figure", { class: "chart", "data-chart": title }, h("figcaption", {}, h("b", {}, title), about), ...children);
 }
 
 function nearest(xs, x) {

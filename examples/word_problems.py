@@ -1,19 +1,20 @@
 """Easy word problems for a small pretrained model: one addition, subtraction or multiplication, told as a story.
 
+python examples/word_problems.py 1    # the seed; writes word-problems-train.jsonl and word-problems-heldout.jsonl
+dapo train examples/word_problems.yaml
+
 A pair of numbers that occurs in training problems, in whatever order, story and operation, never occurs in held-out
 ones: these cannot be answered by remembering a sum. ``score``, the reward, keeps format and reasoning apart: a response
 is right if it states the right number after "Answer:"; its parts say whether there was such an answer, and whether the
 last number of the response, wherever it stands, is the right one."""
 
-from __future__ import annotations
-
+import json
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-
-from dapo.records import Reward
-from dapo.reward.convert import verdict
 
 NUMBERS = range(2, 21)
 SMALL = 9  # products are of numbers up to here
@@ -111,15 +112,25 @@ _ANSWER = re.compile(r"answer:\s*\$?(-?\d[\d,]*)(?![\d.,]*\d)", re.IGNORECASE)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def score(response: str, answer: str) -> Reward:
+def score(response, answer):
     """+1 if the number after the last "Answer:" is ``answer``, -1 otherwise (Eq. 7).
 
     Parts, each 0 or 1: ``answer_found``, whether there is a whole number after an "Answer:" (the format);
     ``last_number``, whether the last number of the response, however it is written there, is right (the reasoning)."""
-    stated = _ANSWER.findall(response)
-    extracted = stated[-1].replace(",", "") if stated else None
-    numbers = _NUMBER.findall(response)
-    last = numbers[-1].replace(",", "") if numbers else None
-    return verdict(
-        extracted == answer, extracted, answer_found=float(extracted is not None), last_number=float(last == answer)
-    )
+    stated, numbers = ([n.replace(",", "") for n in pattern.findall(response)] for pattern in (_ANSWER, _NUMBER))
+    right = bool(stated) and stated[-1] == answer
+    parts = {"answer_found": float(bool(stated)), "last_number": float(bool(numbers) and numbers[-1] == answer)}
+    return {"value": 1.0 if right else -1.0, "correct": right, "extracted": stated[-1] if stated else None, **parts}
+
+
+def write_rows(seed: int, folder: Path) -> None:
+    """The same files for the same seed."""
+    rng = np.random.default_rng(seed)
+    for name, pairs, count in zip(("train", "heldout"), split_pairs(rng), (2000, 240), strict=True):
+        problems = draw_problems(rng, pairs, count)
+        rows = ({"prompt": p.messages, "answer": p.answer, "operation": p.operation} for p in problems)
+        (folder / f"word-problems-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    write_rows(int(sys.argv[1]) if len(sys.argv) > 1 else 1, Path())
