@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,10 +104,11 @@ def filter_responses(
         load, files = _opened(ranker, words, reference, output, needs_files=not labelled)
         if labelled:
             goal, wanted = ("precision", precision) if precision is not None else ("recall", recall)
+            if calibration is not None:
+                require_writable("--calibration", calibration)
             found = _calibrations(load(), labelled, goal, wanted or 0.0)
             thresholds = {name: one.threshold for name, one in found.items()}
             if calibration is not None:
-                require_writable("--calibration", calibration)
                 write_calibrations(calibration, ranker, found)
             _say(_told(found), output if files else calibration or Path())
         else:
@@ -122,7 +124,10 @@ def filter_responses(
 def _check_options(
     labelled: Any, precision: float | None, recall: float | None, calibration: Path | None, threshold: float | None
 ) -> None:
-    """Raises ConfigError: they name no threshold, or two."""
+    """Raises ConfigError: they name no threshold, or two, or one that is no number."""
+    for name, value in (("precision", precision), ("recall", recall), ("threshold", threshold)):
+        if value is not None and isnan(value):  # which nothing is above, and no bounds keep out
+            raise ConfigError(f"--{name} {value}: must be a number")
     if labelled and (precision is None) == (recall is None):
         raise ConfigError("--labelled: say what to choose the threshold for, --precision P or --recall R")
     if not labelled and (precision is not None or recall is not None):

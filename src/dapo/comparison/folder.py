@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def declare(
     the recipe that measures all models: ``evaluation``, or the first one with held-out rows.
     Raises UserError: something in a recipe is wrong, they cannot be compared, or another comparison is there."""
     given = {key: amount for key, amount in budget.items() if amount is not None}
-    if len(given) != 1 or min(given.values()) <= 0:
+    if len(given) != 1 or not 0 < min(given.values()) < inf:
         said = ", ".join(f"{key} {amount:g}" for key, amount in given.items()) or "none"
         raise ConfigError(
             f"one budget is needed, the same for all: {', '.join(BUDGETS)}; such as --minutes 10 (given: {said})"

@@ -149,7 +149,7 @@ def text_or_messages(row: Mapping[Any, Any], key: str, setting: str = "data.prom
     if isinstance(value, str) and not isinstance(value, _Number):
         if not value.strip():
             raise BadRow(f"{key!r} is empty")
-        return _unicode(value, key)
+        return unicode_text(value, key)
     if not isinstance(value, list | tuple):
         raise BadRow(f"{key!r} must be text or a list of chat messages, got {_kind(value)}")
     if not value:
@@ -166,10 +166,10 @@ def _message(message: Any, where: str) -> dict[str, str]:
             raise BadRow(f"{where}: {key!r} must be text, got {_kind(value) if key in message else 'nothing'}")
     if not message["role"].strip():
         raise BadRow(f"{where}: 'role' is empty")
-    return {"role": _unicode(message["role"], where), "content": _unicode(message["content"], where)}
+    return {"role": unicode_text(message["role"], where), "content": unicode_text(message["content"], where)}
 
 
-def _unicode(text: str, where: str) -> str:
+def unicode_text(text: str, where: str) -> str:
     """JSON can hold halves of surrogate pairs, which are no characters and which no tokenizer takes."""
     try:
         text.encode("utf-8")
@@ -196,7 +196,7 @@ def _answer(row: Mapping[Any, Any], keys: Keys) -> str | None:
         raise BadRow(f"{key!r} must be text or a number, got {_kind(value)}")
     if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise BadRow(f"{key!r} is {value}, not a finite number")
-    answer = _unicode(_text_of(value, key), key)
+    answer = unicode_text(_text_of(value, key), key)
     if keys.answer_required and not answer.strip():
         raise BadRow(f"{key!r} is empty")
     return answer
@@ -243,12 +243,11 @@ def plain_value(value: Any) -> Any:
     return str(value)
 
 
-def _number(written: str) -> int | float | str | None:
-    try:
-        return int(written)
-    except ValueError:  # a fraction, or more digits than Python reads
-        value = float(written)
-    return str(written) if written.lstrip("-").isdigit() or not math.isfinite(value) else value
+def _number(written: str) -> int | float | str:
+    value = float(written)
+    if not math.isfinite(value):  # it would end whatever computes with it
+        return str(written)
+    return int(written) if written.lstrip("-").isdigit() else value
 
 
 def _kind(value: Any) -> str:

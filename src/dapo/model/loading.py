@@ -14,7 +14,7 @@ import torch
 from dapo.errors import ModelError, first_line
 from dapo.model.adapters import adapter_parameters, as_a_reward, check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
-from dapo.model.hub import from_where, hub_answers, unreachable
+from dapo.model.hub import from_where, hub_answers, one_at_a_time, unreachable
 from dapo.model.tokenizer import as_its_file_says, source_folder
 from dapo.util.files import holds_model
 
@@ -35,6 +35,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 longest sequence of the forward pass, so that a sample's log-probabilities would depend on its neighbours."""
 
 
+@one_at_a_time
 def load_model(
     source: Any,
     dtype: torch.dtype = torch.float32,
@@ -138,6 +139,7 @@ def dtype_on_disk(path: str) -> torch.dtype:
     return torch.float32
 
 
+@one_at_a_time
 def read_config(path: str, trust_remote_code: bool = False) -> Any:
     """Transformers' config of the model at ``path``, of whatever architecture.
     Raises ModelError: not found, not readable, or a value in it is none that the architecture knows."""
@@ -165,6 +167,7 @@ def _straight_to(device: torch.device | str) -> dict[str, Any]:
     return {"device_map": {"": device}} if elsewhere and importlib.util.find_spec("accelerate") else {}
 
 
+@one_at_a_time
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer at ``path``, as its tokenizer.json says; that of its base for an adapter's folder without one.
     Raises ModelError: not found or not readable, or its files contradict each other."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from dapo.errors import ConfigError, extra
+from dapo.errors import ConfigError, DataError, extra
 from dapo.inference.found_model import find_model
 from dapo.model.adapters import CONFIG_FILE
-from dapo.model.loading import load_tokenizer
+from dapo.model.loading import load_tokenizer, read_config
 from dapo.ranking.score import is_reward_model
-from dapo.util.files import new_folder
+from dapo.util.files import new_folder, require_free, writing
 
 KINDS = ("int8", "int4", "nf4")
 """torchao weight-only, of 8 and 4 bits, and bitsandbytes' NormalFloat of 4 bits; the last two on a GPU."""
@@ -33,6 +33,10 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
     on_gpu = torch.cuda.is_available()
     if kind not in (works := KINDS if on_gpu else KINDS[:1]):
         raise ConfigError(f"--kind {kind}: not on a {'GPU' if on_gpu else 'CPU'}; what works here: {', '.join(works)}")
+    if not any(texts):
+        raise DataError("--data: holds no text to compare on")
+    with writing(out):
+        require_free(out)  # better said before an hour of work
     found = find_model(model)
     ranks = is_reward_model(found.path)
     kind_of = "SequenceClassification" if ranks else "CausalLM"
@@ -44,10 +48,12 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
     if on_gpu:
         how = {"dtype": torch.bfloat16, "device_map": "cuda"}
     tokenizer = load_tokenizer(found.path)
+    if hasattr(read_config(found.path), "quantization_config"):
+        raise ConfigError(f"{found.path}: is quantised already; name the model that it was made from")
     before, seconds, size = _run(loader.from_pretrained(found.path, **how), tokenizer, texts)
     with extra("quantise", "dapo quantise"):
         small = loader.from_pretrained(found.path, quantization_config=_config(kind), **how)
-    with new_folder(out) as folder:
+    with writing(out), new_folder(out) as folder:
         small.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     after, seconds_after, size_after = _run(loader.from_pretrained(out, **how), tokenizer, texts)

@@ -22,7 +22,7 @@ from dapo.config.reading import apply_overrides, with_values
 from dapo.config.stages import RewardModelConfig, build_stage, load_stage, stage_named
 from dapo.errors import ConfigError, RewardError
 from dapo.inference.found_model import FoundModel, find_model
-from dapo.model.hub import require_at_hand
+from dapo.model.hub import one_at_a_time, require_at_hand
 from dapo.ranking.rows import Candidates
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher
@@ -90,6 +90,7 @@ def score_rows(ranker: Scorer, rows: Sequence[Candidates], most_failed: float = 
     return found
 
 
+@one_at_a_time
 def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence[str] = ()) -> Scorer:
     """What ranks, by any of its names. Weights are loaded when it starts, onto a GPU if there is one.
 
@@ -130,18 +131,14 @@ def is_reward_model(path: str) -> bool:
                 return dict(read_json(Path(file)))
         return {}
 
-    kinds = read("config.json").get("architectures") or ()
-    classifies = any("ForSequenceClassification" in str(one) for one in kinds)
+    classifies = "ForSequenceClassification" in str(read("config.json").get("architectures"))
     return classifies or read("adapter_config.json").get("task_type") == "SEQ_CLS"
 
 
 def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -> RewardConfig:
     """As the run that trained it wrote texts; else by the chat template, if there is one."""
-    from transformers import AutoConfig
-
     from dapo.model.adapters import find_adapter
-    from dapo.model.hub import from_where
-    from dapo.model.loading import context_limit, load_tokenizer
+    from dapo.model.loading import context_limit, load_tokenizer, read_config
 
     if isinstance(trained, RewardModelConfig):
         template, longest = trained.reward_model.template, trained.data.max_length
@@ -149,8 +146,7 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
         template = "chat" if getattr(load_tokenizer(path), "chat_template", None) else "plain"
         longest = 4096
     adapter = find_adapter(path)
-    where = adapter.base if adapter else path
-    limit = context_limit(AutoConfig.from_pretrained(where, **from_where(where)).get_text_config())
+    limit = context_limit(read_config(adapter.base if adapter else path).get_text_config())
     told = {"path": path, "device": device, "template": template, "timeout_s": 600}
     told["max_length"] = min(longest, limit or longest)
     return load_reward("model", [*(f"reward.{key}={json.dumps(value)}" for key, value in told.items()), *overrides])
@@ -160,6 +156,7 @@ def _implicit(
     found: FoundModel, by_dpo: bool, reference: str | None, overrides: Sequence[str], device: str
 ) -> ImplicitScorer:
     from dapo.inference.model import settings_for
+    from dapo.model.loading import read_config
 
     given = [one for one in overrides if one.startswith("dpo.")]
     tree: dict[str, Any] = {"model": {"path": found.path}}
@@ -168,6 +165,7 @@ def _implicit(
     reference = reference or (trained.model.path if by_dpo else None)
     if reference is None:
         require_at_hand("ranker", found.path)
+        read_config(found.path)  # it may be damaged
         raise ConfigError(
             f"{found.path}: is a language model, and its probabilities alone rank nothing (a likely text is no better "
             "one); give a reward model, or with --reference the policy that DPO began with"
@@ -203,6 +201,7 @@ class ImplicitScorer(Scorer):
     async def _batch(self, items: Sequence[tuple[Any, str]]) -> Sequence[Reward]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._scores, items)
 
+    @one_at_a_time
     def _load(self) -> None:
         import torch
 

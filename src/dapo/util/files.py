@@ -112,8 +112,7 @@ def size_text(count: float) -> str:
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` that becomes ``target`` once the block ends without an error.
     Raises FileExistsError: ``target`` is a file or a folder with something in it."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is not overwritten")
+    require_free(target)
     staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(staging, ignore_errors=True)  # of a killed process that had the same number
     staging.mkdir(parents=True)
@@ -126,6 +125,12 @@ def new_folder(target: Path) -> Iterator[Path]:
         flush_to_disk(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def require_free(target: Path) -> None:
+    """Raises FileExistsError: it is a file or a folder with something in it."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is not overwritten")
 
 
 def follow_umask(folder: Path) -> None:

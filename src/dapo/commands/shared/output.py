@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +52,8 @@ def require_writable(option: str, output: Path, file: Path | None = None) -> Non
     Raises UserError: that cannot be done; better said before an hour of work."""
     file = file or output
     try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         file.parent.mkdir(parents=True, exist_ok=True)
         probe = file.with_name(f".{file.name}.probe")
         probe.touch()
