@@ -119,12 +119,9 @@ def check_row(row: Any, keys: Keys, place: str) -> Row:
     """A raw row as a :class:`Row`. Raises BadRow: a key is missing, or holds what it must not."""
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object such as {{{json.dumps(keys.prompt)}: ...}}, got {_kind(row)}")
-    try:
-        prompt = text_or_messages(row, keys.prompt)
-        answer = _answer(row, keys)
-        meta = {str(key): plain_value(value) for key, value in row.items() if key not in (keys.prompt, keys.answer)}
-    except RecursionError:
-        raise BadRow("nested too deeply") from None
+    prompt = text_or_messages(row, keys.prompt)
+    answer = _answer(row, keys)
+    meta = {str(key): plain_value(value) for key, value in row.items() if key not in (keys.prompt, keys.answer)}
     return Row(prompt, answer, meta, place)
 
 
@@ -226,7 +223,15 @@ def _from_array(value: Any) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """A value for ``meta``, in the types of JSON: what is not a number is null, dates and the like become text."""
+    """A value for ``meta``, in the types of JSON: what is not a number is null, dates and the like become text.
+    Raises BadRow: it is nested too deeply."""
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise BadRow("nested too deeply") from None
+
+
+def _plain(value: Any) -> Any:
     value = _from_array(value)
     if isinstance(value, _Number):
         return _number(value)
@@ -235,9 +240,9 @@ def plain_value(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, list | tuple):
-        return [plain_value(item) for item in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): plain_value(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return str(value)

@@ -184,6 +184,7 @@ class ImplicitScorer(Scorer):
         self._config, self._reference, self._beta = config, reference, beta
         self._policies: list[Policy] = []
         self._text: Any = None
+        self._longest = _LONGEST
         self._thread = ThreadPoolExecutor(1, "implicit reward")
         self._batches: Batcher[tuple[Any, str], Reward] = Batcher(self._batch, size=64)
 
@@ -207,7 +208,7 @@ class ImplicitScorer(Scorer):
 
         from dapo.data.examples import PolicyText
         from dapo.inference.model import load_prompting
-        from dapo.model.loading import load_model
+        from dapo.model.loading import context_limit, load_model
         from dapo.training.policy import Policy
 
         if self._policies:
@@ -217,6 +218,7 @@ class ImplicitScorer(Scorer):
         self._text = PolicyText(prompting.template, prompting.tokenizer, config.data.template != "plain")
         for path in (config.model.path, self._reference):
             model = load_model(path, dtype, config.model.trust_remote_code, config.runtime.device)
+            self._longest = min(self._longest, context_limit(model.config.get_text_config()) or _LONGEST)
             self._policies.append(Policy(model.requires_grad_(False), 1.0, _LONGEST))
 
     def _scores(self, items: Sequence[tuple[str | Messages, str]]) -> list[Reward]:
@@ -232,10 +234,16 @@ class ImplicitScorer(Scorer):
         for places in alike.values():
             responses = tuple(items[place][1] for place in places)
             try:
-                examples.append(self._text.responses(Texts(items[places[0]][0], responses, (0.0,) * len(places))))
-                order += places
+                every = self._text.responses(Texts(items[places[0]][0], responses, (0.0,) * len(places)))
             except BadRow as error:
                 found |= {place: Reward(None, 0.0, error=f"implicit reward: {error}") for place in places}
+                continue
+            kept = [k for k, ids in enumerate(every.responses) if len(every.prompt) + len(ids) <= self._longest]
+            if kept:
+                examples.append(Example(every.prompt, tuple(every.responses[k] for k in kept), (0.0,) * len(kept)))
+            order += [places[k] for k in kept]
+            too_long = Reward(None, 0.0, error=f"implicit reward: more than {self._longest} tokens with the prompt")
+            found |= dict.fromkeys(set(places) - set(order), too_long)
         policy, reference = (response_logprobs(one, examples) if examples else [] for one in self._policies)
         for place, ours, theirs in zip(order, policy, reference, strict=True):
             if math.isfinite(value := self._beta * (ours - theirs)):
