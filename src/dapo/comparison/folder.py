@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from dapo.config.secrets import redact
 from dapo.errors import ConfigError, UserError
 from dapo.model.hub import require_at_hand
 from dapo.util.differences import differences
-from dapo.util.files import read_json, write_json, writing
+from dapo.util.files import lock_file, read_json, write_json, writing
 
 DECLARED = "comparison.json"
 
@@ -139,12 +140,17 @@ def declare(
         "seeds": list(seeds),
         "recipes": {name: _told(variants[name].recipe, of, judged) for name, of in phases.items()},
     }
-    if root.exists() and (not root.is_dir() or any(p.name[0] != "." for p in root.iterdir())):  # another's half file
-        if not is_comparison(root):
-            raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
-        now = _joined(Comparison.read(root), now)
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
+        lock = (root / ".lock").open("w")
+    with lock, writing(root):
+        lock_file(lock, fcntl.LOCK_EX)  # another may be adding its recipes
+        if any(path.name[0] != "." for path in root.iterdir()):
+            if not is_comparison(root):
+                raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
+            now = _joined(Comparison.read(root), now)
         write_json(root / DECLARED, now)
     return judged
 

@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,7 @@ from dapo.errors import UserError
 
 def write_atomic(path: Path, pieces: str | bytes | Iterable[str]) -> None:
     """Write text (as UTF-8) or bytes under a temporary name, flush it to the disk and rename it over ``path``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
     try:
         with temporary.open("wb") as file:
             for piece in [pieces] if isinstance(pieces, str | bytes) else pieces:
@@ -113,7 +114,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` that becomes ``target`` once the block ends without an error.
     Raises FileExistsError: ``target`` is a file or a folder with something in it."""
     require_free(target)
-    staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    staging = target.with_name(f".{target.name}.{threading.get_native_id()}.tmp")
     shutil.rmtree(staging, ignore_errors=True)  # of a killed process that had the same number
     staging.mkdir(parents=True)
     try:
