@@ -439,9 +439,8 @@ def test_relative_paths_are_looked_for_where_the_run_was_at_work(two: Path, monk
     resume_config(two, None, named)
 
 
-@pytest.mark.parametrize("change", [{"step": 3}, {"step": 3, "key": 7, "old": 1, "new": 2, "date": "x"}, None])
-def test_a_damaged_record_is_named(two: Path, change: Any) -> None:
+def test_a_damaged_record_is_named(two: Path) -> None:
     record = RunFolder(two).fingerprint
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"changes": [change]}))
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"changes": [{"step": 3}]}))
     with pytest.raises(UserError, match=r"fingerprint\.json: changes: one is not a change of a setting"):
         resume_config(two, None, ["training.steps=3"])

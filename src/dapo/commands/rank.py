@@ -125,9 +125,8 @@ def _check_options(
     labelled: Any, precision: float | None, recall: float | None, calibration: Path | None, threshold: float | None
 ) -> None:
     """Raises ConfigError: they name no threshold, or two, or one that is no number."""
-    for name, value in (("precision", precision), ("recall", recall), ("threshold", threshold)):
-        if value is not None and isnan(value):  # which nothing is above, and no bounds keep out
-            raise ConfigError(f"--{name} {value}: must be a number")
+    if threshold is not None and isnan(threshold):  # nothing is above it
+        raise ConfigError(f"--threshold {threshold}: must be a number")
     if labelled and (precision is None) == (recall is None):
         raise ConfigError("--labelled: say what to choose the threshold for, --precision P or --recall R")
     if not labelled and (precision is not None or recall is not None):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -140,18 +141,13 @@ def declare(
         "seeds": list(seeds),
         "recipes": {name: _told(variants[name].recipe, of, judged) for name, of in phases.items()},
     }
-    if root.exists() and not root.is_dir():
+    held = root.is_dir() and any(path.name[0] != "." for path in root.iterdir())  # another's half file
+    if root.is_file() or (held and not is_comparison(root)):
         raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
-    with writing(root):
+    with writing(root), ExitStack() as stack:
         root.mkdir(parents=True, exist_ok=True)
-        lock = (root / ".lock").open("w")
-    with lock, writing(root):
-        lock_file(lock, fcntl.LOCK_EX)  # another may be adding its recipes
-        if any(path.name[0] != "." for path in root.iterdir()):
-            if not is_comparison(root):
-                raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
-            now = _joined(Comparison.read(root), now)
-        write_json(root / DECLARED, now)
+        lock_file(stack.enter_context((root / ".lock").open("w")), fcntl.LOCK_EX)  # others may be adding their recipes
+        write_json(root / DECLARED, _joined(Comparison.read(root), now) if is_comparison(root) else now)
     return judged
 
 

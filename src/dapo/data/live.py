@@ -47,8 +47,7 @@ class LiveRows:
         self._offset = self._line = 0
         self._tail = ""
         """The end of what was read, by which the file is known again."""
-        self._at_end: tuple[int, int, int] | None = None
-        """What the file was when nothing more was to be read: a long line without its end is not read at each draw."""
+        self._size = 0  # of the file when all was read: a long line without an end is not read at each draw
         self._known: dict[str, dict[str, Any]] = {}
         """Prompts that feedback may come for, by id, the oldest first."""
         self._ready: deque[dict[str, Any]] = deque()
@@ -88,9 +87,7 @@ class LiveRows:
         except OSError as error:
             raise DataError(f"data.live: {self._file}: {error.strerror}") from None
         with file:
-            status = os.fstat(file.fileno())
-            stamp = status.st_ino, status.st_size, status.st_mtime_ns
-            if stamp == self._at_end:
+            if (size := os.fstat(file.fileno()).st_size) == self._size:
                 return
             file.seek(self._offset - len(self._tail))
             if file.read(len(self._tail)) != self._tail.encode("latin-1"):
@@ -109,7 +106,7 @@ class LiveRows:
                 except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
                     self.refuse(f"line {self._line}: {type(error).__name__}: {error}")
             else:
-                self._at_end = stamp
+                self._size = size
         while len(self._ready) > _MOST:
             self._ready.popleft()
             self._counts["expired"] += 1
@@ -164,7 +161,7 @@ class LiveRows:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._offset, self._line, self._tail, self._at_end = state["offset"], state["line"], state["tail"], None
+        self._offset, self._line, self._tail, self._size = state["offset"], state["line"], state["tail"], 0
         self._counts = Counter(state["counts"])
         self._known = {entry["id"]: dict(entry) for entry in state["known"]}
         self._ready = deque(state["ready"])

@@ -228,9 +228,7 @@ def _plain_chunks(source: Any) -> Iterator[bytes]:
 
 
 def _gzip_chunks(source: Any) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=source, mode="rb") as stream:
-        while chunk := stream.read(2**20):
-            yield chunk
+    return _plain_chunks(gzip.GzipFile(fileobj=source, mode="rb"))
 
 
 def _zstd_chunks(source: Any) -> Iterator[bytes]:

@@ -1,29 +1,17 @@
-"""Whether the hub can be asked at all, and by how many threads at once. Without a network its client tries for 23 seconds, for each file anew."""
+"""Whether the hub can be asked at all. Without a network its client tries for 23 seconds, for each file anew."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from dapo.errors import ModelError
 
-_P, _T, _LOADING = ParamSpec("_P"), TypeVar("_T"), threading.RLock()
+LOADING = threading.RLock()
+"""Held while Transformers may import its parts: two threads in which it does so at once find half of them."""
 CONNECT_WITHIN_S = 3.0
 LONGEST_NAME = 96  # Characters that the hub takes. File systems raise an error for names that are much longer.
-
-
-def one_at_a_time(work: Callable[_P, _T]) -> Callable[_P, _T]:
-    """For what has Transformers import its parts: two threads in which it does so at once find half of them."""
-
-    @wraps(work)
-    def alone(*args: _P.args, **keywords: _P.kwargs) -> _T:
-        with _LOADING:
-            return work(*args, **keywords)
-
-    return alone
 
 
 def from_where(name: str) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from dapo.config import Config, build_config
 from dapo.errors import UserError
 from dapo.util.differences import shown
@@ -52,10 +50,9 @@ def changes_in(found: Any, file: Path) -> list[Change]:
     """Those in what fingerprint.json holds. Raises UserError: one is damaged."""
     changes = found.get("changes", ()) if isinstance(found, Mapping) else ()
     try:
-        return TypeAdapter(list[Change]).validate_python(changes)
-    except ValidationError as error:
-        said = f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
-        raise UserError(f"{file}: changes: one is not a change of a setting: {said}; mend or remove it") from None
+        return [Change(**one) for one in changes]
+    except TypeError as error:
+        raise UserError(f"{file}: changes: one is not a change of a setting: {error}; mend or remove it") from None
 
 
 def config_of_step(config: Config, changes: Sequence[Change], step: int) -> Config:

@@ -176,8 +176,6 @@ def _read(file: Path) -> tuple[str, dict[str, dict[str, Any]]]:
     try:
         held = read_json(file)
         models = {name: {**one, "threshold": float(one["threshold"])} for name, one in held["models"].items()}
-        if any(np.isnan(one["threshold"]) for one in models.values()):
-            raise ValueError
         return held["ranker"], models
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(

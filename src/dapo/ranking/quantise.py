@@ -17,7 +17,7 @@ from dapo.inference.found_model import find_model
 from dapo.model.adapters import CONFIG_FILE
 from dapo.model.loading import load_tokenizer, read_config
 from dapo.ranking.score import is_reward_model
-from dapo.util.files import new_folder, require_free, writing
+from dapo.util.files import new_folder
 
 KINDS = ("int8", "int4", "nf4")
 """torchao weight-only, of 8 and 4 bits, and bitsandbytes' NormalFloat of 4 bits; the last two on a GPU."""
@@ -35,8 +35,6 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
         raise ConfigError(f"--kind {kind}: not on a {'GPU' if on_gpu else 'CPU'}; what works here: {', '.join(works)}")
     if not any(texts):
         raise DataError("--data: holds no text to compare on")
-    with writing(out):
-        require_free(out)  # better said before an hour of work
     found = find_model(model)
     ranks = is_reward_model(found.path)
     kind_of = "SequenceClassification" if ranks else "CausalLM"
@@ -50,13 +48,13 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
     tokenizer = load_tokenizer(found.path)
     if hasattr(read_config(found.path), "quantization_config"):
         raise ConfigError(f"{found.path}: is quantised already; name the model that it was made from")
-    before, seconds, size = _run(loader.from_pretrained(found.path, **how), tokenizer, texts)
-    with extra("quantise", "dapo quantise"):
-        small = loader.from_pretrained(found.path, quantization_config=_config(kind), **how)
-    with writing(out), new_folder(out) as folder:
+    with new_folder(out) as folder:
+        before, seconds, size = _run(loader.from_pretrained(found.path, **how), tokenizer, texts)
+        with extra("quantise", "dapo quantise"):
+            small = loader.from_pretrained(found.path, quantization_config=_config(kind), **how)
         small.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    after, seconds_after, size_after = _run(loader.from_pretrained(out, **how), tokenizer, texts)
+        after, seconds_after, size_after = _run(loader.from_pretrained(folder, **how), tokenizer, texts)
     moved = torch.cat([(a - b).abs().flatten() for a, b in zip(after, before, strict=True)])
     told: dict[str, Any] = {"mib": [size / 2**20, size_after / 2**20], "seconds": [seconds, seconds_after]}
     told |= {"mean_change": float(moved.mean()), "spread": float(torch.cat([b.flatten() for b in before]).std())}

@@ -22,7 +22,7 @@ from dapo.config.reading import apply_overrides, with_values
 from dapo.config.stages import RewardModelConfig, build_stage, load_stage, stage_named
 from dapo.errors import ConfigError, RewardError
 from dapo.inference.found_model import FoundModel, find_model
-from dapo.model.hub import one_at_a_time, require_at_hand
+from dapo.model.hub import LOADING, require_at_hand
 from dapo.ranking.rows import Candidates
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher
@@ -90,7 +90,6 @@ def score_rows(ranker: Scorer, rows: Sequence[Candidates], most_failed: float = 
     return found
 
 
-@one_at_a_time
 def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence[str] = ()) -> Scorer:
     """What ranks, by any of its names. Weights are loaded when it starts, onto a GPU if there is one.
 
@@ -107,15 +106,16 @@ def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence
     name = str(model)
     if name in REWARD_KINDS or Path(name).suffix in (".yaml", ".yml"):
         return make_scorer(load_reward(name, overrides))
-    import torch
+    with LOADING:
+        import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = find_model(name)
-    stage = stage_named(found.recipe) if found.recipe else None
-    if is_reward_model(found.path):
-        trained = load_stage(stage, found.recipe) if stage == "reward_model" and found.recipe else None
-        return make_scorer(_reward_of(found.path, trained, device, overrides))
-    return _implicit(found, stage == "dpo", reference, overrides, device)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        found = find_model(name)
+        stage = stage_named(found.recipe) if found.recipe else None
+        if is_reward_model(found.path):
+            trained = load_stage(stage, found.recipe) if stage == "reward_model" and found.recipe else None
+            return make_scorer(_reward_of(found.path, trained, device, overrides))
+        return _implicit(found, stage == "dpo", reference, overrides, device)
 
 
 def is_reward_model(path: str) -> bool:
@@ -202,24 +202,24 @@ class ImplicitScorer(Scorer):
     async def _batch(self, items: Sequence[tuple[Any, str]]) -> Sequence[Reward]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._scores, items)
 
-    @one_at_a_time
     def _load(self) -> None:
-        import torch
+        with LOADING:
+            import torch
 
-        from dapo.data.examples import PolicyText
-        from dapo.inference.model import load_prompting
-        from dapo.model.loading import context_limit, load_model
-        from dapo.training.policy import Policy
+            from dapo.data.examples import PolicyText
+            from dapo.inference.model import load_prompting
+            from dapo.model.loading import context_limit, load_model
+            from dapo.training.policy import Policy
 
-        if self._policies:
-            return
-        prompting = load_prompting(self._config)
-        config, dtype = prompting.config, torch.float32  # differences of sums: bfloat16 would decide the order
-        self._text = PolicyText(prompting.template, prompting.tokenizer, config.data.template != "plain")
-        for path in (config.model.path, self._reference):
-            model = load_model(path, dtype, config.model.trust_remote_code, config.runtime.device)
-            self._longest = min(self._longest, context_limit(model.config.get_text_config()) or _LONGEST)
-            self._policies.append(Policy(model.requires_grad_(False), 1.0, _LONGEST))
+            if self._policies:
+                return
+            prompting = load_prompting(self._config)
+            config, dtype = prompting.config, torch.float32  # differences of sums: bfloat16 would decide the order
+            self._text = PolicyText(prompting.template, prompting.tokenizer, config.data.template != "plain")
+            for path in (config.model.path, self._reference):
+                model = load_model(path, dtype, config.model.trust_remote_code, config.runtime.device)
+                self._longest = min(self._longest, context_limit(model.config.get_text_config()) or _LONGEST)
+                self._policies.append(Policy(model.requires_grad_(False), 1.0, _LONGEST))
 
     def _scores(self, items: Sequence[tuple[str | Messages, str]]) -> list[Reward]:
         from dapo.data.examples import Example, Texts

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from dapo.errors import UserError
+from dapo.errors import TakenError, UserError
 
 
 def write_atomic(path: Path, pieces: str | bytes | Iterable[str]) -> None:
@@ -112,8 +112,9 @@ def size_text(count: float) -> str:
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` that becomes ``target`` once the block ends without an error.
-    Raises FileExistsError: ``target`` is a file or a folder with something in it."""
-    require_free(target)
+    Raises TakenError: ``target`` is a file or a folder with something in it."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise TakenError(f"{target} exists and is not overwritten")
     staging = target.with_name(f".{target.name}.{threading.get_native_id()}.tmp")
     shutil.rmtree(staging, ignore_errors=True)  # of a killed process that had the same number
     staging.mkdir(parents=True)
@@ -126,12 +127,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         flush_to_disk(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def require_free(target: Path) -> None:
-    """Raises FileExistsError: it is a file or a folder with something in it."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is not overwritten")
 
 
 def follow_umask(folder: Path) -> None:

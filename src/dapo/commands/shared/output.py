@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,7 +51,7 @@ def require_writable(option: str, output: Path, file: Path | None = None) -> Non
     file = file or output
     try:
         if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise UserError(f"{option}: cannot write to {str(output)!r}: it is a folder")
         file.parent.mkdir(parents=True, exist_ok=True)
         probe = file.with_name(f".{file.name}.probe")
         probe.touch()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from dapo.config import ModelReward
-from dapo.model.hub import one_at_a_time
+from dapo.model.hub import LOADING
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher, retrieve
 from dapo.reward.contract import Scorer
@@ -129,11 +129,11 @@ async def _done(call: asyncio.Future[list[float]] | None, limit_s: float) -> boo
     return call.done()
 
 
-@one_at_a_time
 def _load(config: ModelReward) -> RewardNetwork:
-    from dapo.reward.model.network import load_network  # torch and Transformers
+    with LOADING:
+        from dapo.reward.model.network import load_network  # torch and Transformers
 
-    return load_network(config)
+        return load_network(config)
 
 
 def _failed(text: str) -> Reward:
