@@ -109,7 +109,7 @@ def test_rank_and_filter_as_endpoints(best: Served) -> None:
         ({"ranker": "broken"}, "has no calibration here"),
         ({"ranker": "x"}, "'x' is not served"),
         ({"candidates": None}, "holds nothing to rank"),
-        ({"labels": [1e308, 10**309, 1]}, "too large"),
+        ({"labels": [10**309]}, "must be a list of finite numbers"),
     ):
         reply = best.post("/v1/filter", **asked | wrong)
         assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text

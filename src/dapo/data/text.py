@@ -227,10 +227,6 @@ def _plain_chunks(source: Any) -> Iterator[bytes]:
         yield chunk
 
 
-def _gzip_chunks(source: Any) -> Iterator[bytes]:
-    return _plain_chunks(gzip.GzipFile(fileobj=source, mode="rb"))
-
-
 def _zstd_chunks(source: Any) -> Iterator[bytes]:
     try:
         import zstandard
@@ -250,7 +246,7 @@ def _zstd_chunks(source: Any) -> Iterator[bytes]:
         raise EOFError("the compressed file is cut off")
 
 
-_OPENERS = {".gz": _gzip_chunks, ".zst": _zstd_chunks}
+_OPENERS = {".gz": lambda source: _plain_chunks(gzip.GzipFile(fileobj=source, mode="rb")), ".zst": _zstd_chunks}
 
 
 # --- where rows begin ---------------------------------------------------------------------------------------------

@@ -153,11 +153,9 @@ def _share(hits: Any, of: Any, seed: int) -> Estimate:
 def write_calibrations(file: Path, ranker: str, found: Mapping[str, Calibration]) -> None:
     """Those of other language models that the file holds for the same ranker stay. Raises ConfigError: it holds those
     of another ranker."""
-    before: Mapping[str, Any] = {}
-    if file.exists():
-        of, before = _read(file)
-        if of != ranker:
-            raise ConfigError(f"{file}: holds thresholds of the ranker {of}; give another file")
+    of, before = _read(file) if file.exists() else (ranker, {})
+    if of != ranker:
+        raise ConfigError(f"{file}: holds thresholds of the ranker {of}; give another file")
     told = {name: {**asdict(one), "verdict": one.verdict} for name, one in found.items()}
     write_json(file, {"ranker": ranker, "models": {**before, **told}})
 

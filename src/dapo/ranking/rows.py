@@ -96,12 +96,11 @@ def _all(row: Mapping[str, Any], key: str, *types: type) -> tuple[Any, ...]:
     if value is None:
         return ()
     found, single = ([value], "") if key in ("response", "label") else (value, "a list of ")
-    if not isinstance(found, list) or not all(type(one) in types for one in found):
+    if not isinstance(found, list) or not all(
+        type(one) in types and (str in types or abs(one) < 2**1023) for one in found
+    ):
         raise BadRow(f"{key!r} must be {single}{'text' if str in types else 'finite numbers'}")
-    try:
-        return tuple(unicode_text(one, key) if str in types else float(one) for one in found)
-    except OverflowError as error:
-        raise BadRow(f"{key!r}: {error}") from None
+    return tuple(unicode_text(one, key) if str in types else float(one) for one in found)
 
 
 def pairs_of(rows: Sequence[Candidates]) -> Iterator[tuple[int, int, int]]:

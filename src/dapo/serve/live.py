@@ -6,11 +6,9 @@ user's redaction makes of an entry is what is written."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,7 +145,9 @@ async def receive(journal: Journal, address: Address, *, drain_s: float, say: Ca
     """Serve until a signal comes. Raises ConfigError: the address cannot be listened on."""
     progress = Progress()
 
+    async def nothing() -> None:
+        pass
+
     how: dict[str, Any] = {"drain_s": drain_s, "say": say, "starting": f"writing to {journal.file}"}
     how["ready"] = "POST {}/v1/prompts and /v1/feedback (also /ready, /metrics)"
-    nothing = partial(asyncio.sleep, 0)
     await run_service(create_receiver(journal, address, progress), address, progress, nothing, nothing, **how)
