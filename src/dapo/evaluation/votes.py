@@ -188,7 +188,7 @@ def tallies(votes: Sequence[Vote]) -> list[Tally]:
         better = [vote.chosen.model for vote in several if vote.chosen is not None]
         counts = Counter(vote.choice for vote in several)
         voters, prompts = ({getattr(vote, name) for vote in several} for name in ("who", "prompt"))
-        first, second = map(better.count, models)
-        even = counts["tie"], counts["both_bad"]
-        found.append(Tally(models, first, second, *even, len(voters), len(prompts)))
+        wins = [better.count(model) for model in models]
+        ties, bad = counts["tie"], counts["both_bad"]
+        found.append(Tally(models, wins[0], wins[1], ties, bad, len(voters), len(prompts)))
     return found
