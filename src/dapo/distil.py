@@ -30,7 +30,7 @@ from dapo.ranking.rows import Candidates, read_candidates
 from dapo.ranking.score import Scored, best_first, score_rows
 from dapo.reward.contract import Scorer
 from dapo.stages.phases import load_phases, run_phases
-from dapo.util.files import json_line, read_json, write_atomic, write_json
+from dapo.util.files import json_line, lines_of, read_json, write_atomic, write_json
 from dapo.util.pages import Rows, Section, Text, as_markdown
 from dapo.util.shutdown import Shutdown
 
@@ -68,11 +68,12 @@ def distil(
     )
     if shared := {row.prompt_text for row in train} & {row.prompt_text for row in heldout}:
         listener.warning(f"{len(shared)} held-out prompts are trained on, too: the gain on new prompts may be less")
-    listener.phase(f"ranking {sum(len(row.texts) for row in train)} samples of {len(train)} prompts")
-    scored = score_rows(ranker(), train)
-    rows = _chosen(plan, train, scored)
-    write_atomic(plan.folder / "rows.jsonl", map(json_line, rows))
-    listener.phase(f"{len(rows)} rows for {plan.method}")
+    chosen = plan.folder / "rows.jsonl"
+    if not chosen.is_file():  # a judge may choose others, which the run there has not been trained on
+        listener.phase(f"ranking {sum(len(row.texts) for row in train)} samples of {len(train)} prompts")
+        write_atomic(chosen, map(json_line, _chosen(plan, train, score_rows(ranker(), train))))
+    rows = sum(1 for _ in lines_of(chosen))
+    listener.phase(f"{rows} rows for {plan.method}")
     recipe = plan.folder / "recipe.yaml"
     write_json(recipe, _recipe(plan, config))  # JSON is YAML
     overrides = [f"phases.{PHASE}.{one}" for one in plan.stage]
@@ -83,7 +84,7 @@ def distil(
     judges = {"ranker": ranker} | ({"gold": gold} if gold else {})
     scores = {name: score_rows(judge(), [*heldout, *after]) for name, judge in judges.items()}
     count, lines = len(heldout), []
-    found: dict[str, Any] = {"rows": len(rows), "prompts": count, "samples": config.evaluation.samples_per_prompt}
+    found: dict[str, Any] = {"rows": rows, "prompts": count, "samples": config.evaluation.samples_per_prompt}
     for name, both in scores.items():
         told = _measured(both[:count], both[count:], scores["ranker"][:count])
         found[name] = {key: asdict(one) for key, one in told.items()}
@@ -91,7 +92,7 @@ def distil(
         share = kept.text(".0%") if kept else "best-of-n gains nothing"
         lines.append([name, *(one.text(".3f") for one in told.values()), share])
     write_json(plan.folder / "report.json", found)
-    said = f"{plan.method} on {len(rows)} rows; measured on {count} held-out prompts."
+    said = f"{plan.method} on {rows} rows; measured on {count} held-out prompts."
     header = ["by", "one sample", "best of n", "distilled, one sample", "share of the gain kept"]
     sections = [Section("Gain", [Text(said), Rows(header, lines)])]
     write_atomic(plan.folder / "report.md", as_markdown(f"Distilled from the best of {found['samples']}", sections))

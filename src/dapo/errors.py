@@ -38,6 +38,10 @@ class LostError(UserError):
     """What the run needs is gone for good: to try again is of no use."""
 
 
+class TakenError(UserError, FileExistsError):
+    """A file or folder is there already, and is not overwritten."""
+
+
 class NumericalError(UserError):
     """Loss or gradient were not finite several times in a row."""
 

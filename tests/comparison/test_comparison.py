@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ def test_what_has_to_be_the_same_is_named_and_may_be_allowed_to_differ(here: Pat
     declared(other, allowed=[key.partition(".")[0]])
     told = Comparison.read(Path("out")).recipes
     assert told["a"]["curve"] and told["b"]["curve"] == (key in ("data.train", "model.path"))  # measured alike
+
+
+def test_who_declares_at_once_loses_nothing_of_the_others(here: Path) -> None:
+    others = [{"a": TWO["a"], f"b{k}": Variant("a.yaml", (f"algorithm.clip_ratio_high=0.3{k}",))} for k in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda k: declared(others[k], seeds=[k]), range(4)))
+    found = Comparison.read(Path("out"))
+    assert sorted(found.recipes) == ["a", "b0", "b1", "b2", "b3"] and found.seeds == [0, 1, 2, 3]
 
 
 def test_how_often_runs_are_evaluated_may_differ_and_what_differs_is_recorded(here: Path) -> None:

@@ -213,6 +213,7 @@ def test_a_key_like_no_other_gets_the_valid_ones_listed(message: Message) -> Non
 def test_a_key_of_another_kind_of_reward_is_told_from_a_mistyped_one(message: Message) -> None:
     assert "reward.after: not a key of reward.kind=math; it belongs to exact" in message(RECIPE, "reward.after=x")
     assert "did you mean reward.timeout_s?" in message(RECIPE, "reward.timeout=3")
+    assert "did you mean reward.give_up_after_s (" in message(RECIPE, "reward.kind=http", "reward.retries=3")
 
 
 def test_missing_keys_are_named_in_full(message: Message) -> None:

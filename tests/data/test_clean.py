@@ -72,6 +72,11 @@ def test_answers_become_integers_only_where_the_verifier_agrees(tmp_path, answer
     assert [row.answer for row in cleaned(tmp_path, [row], same=lambda gold, other: False)[0]] == [answer]
 
 
+def test_an_answer_of_more_digits_than_python_reads_stays(tmp_path):
+    answer = "9" * 5000 + ".0"
+    assert [row.answer for row in cleaned(tmp_path, [{"prompt": "p", "answer": answer}])[0]] == [answer]
+
+
 def test_fractions_are_asked_for_as_a_sum_if_that_is_wanted(tmp_path):
     rows = [{"prompt": "a", "answer": "\\frac{6}{4}"}, {"prompt": [{"role": "user", "content": "b"}], "answer": "1/3"}]
     left, report = cleaned(tmp_path, rows, fractions=True)

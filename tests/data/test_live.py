@@ -57,6 +57,26 @@ def test_a_prompt_waits_for_its_answer_and_each_feedback_is_used_once(journal):
     assert rows.metrics()["live/feedback"] == 3 and rows.metrics()["live/drawn"] == 4
 
 
+def test_a_file_is_read_when_it_has_changed(journal, monkeypatch):
+    rows = journal.rows(needs_answer=False)
+    journal.add("a", prompt="1?")
+    with journal.file.open("a") as out:
+        out.write('{"id": "b", "prompt": "' + "x" * 10**6)
+    assert taken(rows) == [("a", None)]
+    monkeypatch.setattr("dapo.data.live.parse_json", None)
+    monkeypatch.setattr("dapo.data.live._AT_ONCE", None)  # would be added to
+    assert rows.take() is None
+    monkeypatch.undo()
+    with journal.file.open("a") as out:
+        out.write('"}\n')
+    assert taken(rows) == [("b", None)]
+
+
+def test_a_time_that_no_float_holds_is_a_bad_line(journal):
+    journal.add("a", time=10**400, prompt="1?")
+    assert taken(journal.rows(needs_answer=False)) == [] and "line 1: OverflowError" in journal.told[0]
+
+
 def test_without_a_need_for_answers_a_prompt_is_drawn_at_once_and_again_with_what_came_of_it(journal):
     rows = journal.rows(needs_answer=False)
     journal.add("a", prompt=[{"role": "user", "content": "hi"}])

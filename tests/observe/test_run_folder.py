@@ -296,7 +296,7 @@ def test_a_file_system_without_locks_is_told_of_and_not_taken_for_another_proces
         pass
     assert len(said) == 1 and f"no locks ({os.strerror(code)})" in said[0] and str(tmp_path) in said[0]
     answers = (Shown("model-before", "3"), Shown("model-after", "4"))
-    assert add_vote(tmp_path, Vote("2+2=", *answers, "right", "ann", 0.0)) == 1
+    add_vote(tmp_path, Vote("2+2=", *answers, "right", "ann", 0.0))
     (tmp_path / "index").mkdir()
     forget_steps(tmp_path, after=0)
 

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from dapo.commands import app
-from dapo.errors import ConfigError, DataError
+from dapo.errors import ConfigError, DataError, TakenError
 from dapo.ranking.calibrate import (
     Labelled,
     calibrate,
@@ -23,8 +23,10 @@ from dapo.ranking.calibrate import (
     write_calibrations,
 )
 from dapo.ranking.drift import FALSE_ALARMS, chance_of_fall, compare, rows_wanted, since
+from dapo.ranking.quantise import quantise
 from dapo.ranking.rows import Candidates
 from dapo.ranking.score import Scored
+from ranking_cases import save_tiny
 
 
 def planted(seed: int, rows: int = 600, gap: float = 2.5) -> Labelled:
@@ -183,6 +185,8 @@ def test_rank_and_filter_as_commands(recipe: Path, tmp_path: Path) -> None:
     assert told == [f"kept {len(kept)} of 240 responses"] and 0 < len(kept) < 240
     assert all(row["score"] > held["threshold"] and len(row["response"]) == row["score"] for row in kept)
     assert run("filter", recipe, labelled, "--threshold", "1e6") == []
+    done = CliRunner().invoke(app, ["rank", str(recipe), str(labelled), "--output", str(tmp_path)])
+    assert done.exit_code == 1 and "it is a folder" in done.output
 
 
 @pytest.mark.parametrize(
@@ -192,11 +196,29 @@ def test_rank_and_filter_as_commands(recipe: Path, tmp_path: Path) -> None:
         (["--precision", "0.9", "f"], "need labelled rows"),
         (["f"], "give one of --labelled"),
         (["--threshold", "1"], "FILES: required"),
+        (["--threshold", "nan", "f"], "--threshold nan: must be a number"),
     ],
 )
 def test_filter_says_what_it_lacks(words: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["filter", "math", *words])
     assert done.exit_code == 2 and said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("held", ["{", "[1]", '{"ranker": "math"}'])
+def test_a_damaged_file_of_thresholds_is_named(tmp_path: Path, held: str) -> None:
+    (tmp_path / "t.json").write_text(held)
+    for use in (lambda file: read_thresholds(file, "math"), lambda file: write_calibrations(file, "math", {})):
+        with pytest.raises(ConfigError, match=r"t\.json: holds no thresholds"):
+            use(tmp_path / "t.json")
+
+
+def test_reference_rows_that_tell_nothing_do_not_make_new_ones_old(recipe: Path, tmp_path: Path) -> None:
+    def row(*labels: int) -> dict:
+        return {"prompt": "p", "candidates": ["xx", "x"], "labels": labels}
+
+    reference = write(tmp_path / "old.jsonl", [row(1, 0)] * 3 + [row(1, 1)] * 5)
+    told = run("evaluate", recipe, "--data", write(tmp_path / "new.jsonl", [row(1, 0)] * 4), "--since", reference)
+    assert "on 3 reference rows" in told[-2] and "on 4 new ones" in told[-2]
 
 
 def test_evaluate_tells_of_drift_of_a_ranker(recipe: Path, tmp_path: Path) -> None:
@@ -244,8 +266,10 @@ def test_thumbs_on_served_answers_and_edits_become_pairs(tmp_path: Path) -> None
     assert edited == pair | {"chosen": "better", "chosen_id": None}
     assert voted == pair | {"chosen": "good", "chosen_id": "good"}
     for bad in ({"prompt": "p"}, {"id": "a", "feedback": "up"}, ["x"]):
-        done = CliRunner().invoke(app, ["votes", str(write(tmp_path / "bad.jsonl", [bad]))])
-        assert done.exit_code and "bad.jsonl:1: neither a prompt nor feedback" in " ".join(done.output.split())
+        file = write(tmp_path / "bad.jsonl", [lines[0], bad])
+        file.write_text(file.read_text(), encoding="utf-8-sig")
+        done = CliRunner().invoke(app, ["votes", str(file)])
+        assert done.exit_code and "bad.jsonl:2: neither a prompt nor feedback" in " ".join(done.output.split())
 
 
 def test_four_bits_need_a_gpu_and_an_adapter_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,3 +281,13 @@ def test_four_bits_need_a_gpu_and_an_adapter_its_base(tmp_path: Path, monkeypatc
             app, ["quantise", str(tmp_path), str(tmp_path / "out"), "--kind", kind, "--data", str(rows)]
         )
         assert done.exit_code and said in " ".join(done.output.split())
+
+
+def test_what_is_quantised_is_not_quantised_again_and_what_is_there_stays(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "small")
+    with pytest.raises(TakenError, match="small exists and is not overwritten"):
+        quantise(str(tmp_path / "small"), tmp_path / "small", "int8", ["1+2="])
+    settings = json.loads((tmp_path / "small/config.json").read_text())
+    (tmp_path / "small/config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": "x"}}))
+    with pytest.raises(ConfigError, match="is quantised already"):
+        quantise(str(tmp_path / "small"), tmp_path / "out", "int8", ["1+2="])

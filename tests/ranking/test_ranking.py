@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -138,6 +141,48 @@ def test_what_holds_nothing_to_rank_is_named() -> None:
         candidates({"prompt": "p", "answer": "3"})
     with pytest.raises(DataError, match=r"rows\[1\]: 1 labels for 2 responses"):
         read_candidates(PythonRows([{"response": "a"}, {"candidates": ["a", "b"], "labels": [1]}], "rows"))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"candidates": ["\ud800"]}, "half a surrogate pair"),
+        ({"labels": [10**400]}, "finite numbers"),
+        ({"labels": [float("nan")]}, "finite numbers"),
+        ({"meta": json.loads("[" * 950 + "]" * 950)}, "nested too deeply"),
+    ],
+)
+def test_what_no_ranker_takes_is_a_bad_row(more: dict, said: str) -> None:
+    with pytest.raises(BadRow, match=said):
+        candidates({"prompt": "p", "candidates": ["a"]} | more)
+
+
+def test_a_number_of_a_file_that_no_float_holds_is_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"candidates": ["a"], "labels": [1' + "0" * 400 + "]}\n")
+    with pytest.raises(DataError, match="'labels' must be a list of finite numbers"):
+        read_candidates([str(tmp_path / "rows.jsonl")])
+
+
+def test_one_text_that_is_too_long_costs_no_other_its_score(policy: Path) -> None:
+    found = dapo.rank(policy, "1+2=", ["#3", "#" + "1" * 300])
+    assert found[0].score is not None and found[1].error == "implicit reward: more than 256 tokens with the prompt"
+
+
+def test_threads_that_load_at_once_wait_for_each_other(policy: Path) -> None:
+    """In a process of its own, as it is the first import of Transformers that breaks."""
+    work = f"load_ranker({str(policy)!r})", f"load_tokenizer({str(policy / 'model-after')!r})"
+    code = f"""
+import threading
+from dapo.model.loading import load_tokenizer
+from dapo.ranking.score import load_ranker
+start, done = threading.Barrier(4), []
+def load(work): start.wait(), eval(work), done.append(work)
+threads = [threading.Thread(target=load, args=(work,)) for work in {2 * work}]
+[one.start() for one in threads], [one.join() for one in threads]
+assert len(done) == 4
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
 
 
 # --- best-of-n ----------------------------------------------------------------------------------------------------

@@ -33,9 +33,14 @@ def broken(response: str) -> float:
     raise ValueError("no verdict")
 
 
+def endless(response: str) -> float:
+    return float("nan")
+
+
 @pytest.fixture(scope="module")
 def best(folder: Path) -> Iterator[Served]:
-    rankers = Rankers({"distinct": load_ranker(distinct), "broken": load_ranker(broken)}, {"distinct": {"tiny": 3.0}})
+    found = {one.__name__: load_ranker(one) for one in (distinct, broken, endless)}
+    rankers = Rankers(found, {"distinct": {"tiny": 3.0}})
     with served(folder, *PINNED, rankers=rankers) as found:
         yield found
 
@@ -64,8 +69,8 @@ def test_completions_of_several_prompts_and_n_choices(best: Served) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"best_of": 4}, "say which one; there is distinct, broken"),
-        ({"best_of": 4, "ranker": "taste"}, "'taste' is not served; there is distinct, broken"),
+        ({"best_of": 4}, "say which one; there is distinct, broken, endless"),
+        ({"best_of": 4, "ranker": "taste"}, "'taste' is not served; there is distinct, broken, endless"),
         ({"ranker": "distinct"}, "give best_of, such as 8"),
         ({"best_of": 2, "n": 3, "ranker": "distinct"}, "of which n=3"),
         ({"best_of": 2, "ranker": "distinct", "stream": True}, "known when all are written"),
@@ -83,6 +88,15 @@ def test_a_ranker_that_fails_chooses_nothing(best: Served) -> None:
     assert reply.status_code == 503 and "no verdict" in reply.json()["error"]["message"]
 
 
+def test_a_ranker_that_breaks_its_contract_is_no_fault_of_the_servers(best: Served, caplog: Any) -> None:
+    asked: dict[str, Any] = {"ranker": "endless", "prompt": "p", "candidates": ["a"]}
+    for path, more in (("/v1/rank", {}), ("/v1/chat/completions", {"messages": MESSAGES, "best_of": 2})):
+        reply = best.post(path, **asked | more if path == "/v1/rank" else {"ranker": "endless"} | more)
+        said = "the ranker could not score this: reward function endless: expected a finite number"
+        assert reply.status_code == 503 and said in reply.json()["error"]["message"]
+    assert not caplog.records
+
+
 def test_rank_and_filter_as_endpoints(best: Served) -> None:
     asked = {"ranker": "distinct", "prompt": "1+2=", "candidates": ["aa", "abcd", "abc"]}
     ranking = best.post("/v1/rank", **asked).json()["ranking"]
@@ -96,6 +110,7 @@ def test_rank_and_filter_as_endpoints(best: Served) -> None:
         ({"ranker": "broken"}, "has no calibration here"),
         ({"ranker": "x"}, "'x' is not served"),
         ({"candidates": None}, "holds nothing to rank"),
+        ({"labels": [10**309]}, "must be a list of finite numbers"),
     ):
         reply = best.post("/v1/filter", **asked | wrong)
         assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text

@@ -40,6 +40,13 @@ def test_flags_stay_flags() -> None:
     assert isinstance(plain(np.bool_(False)), bool)
 
 
+def test_threads_that_write_one_file_do_not_meet(tmp_path: Path) -> None:
+    texts = [str(k) * 10**5 for k in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda text: write_atomic(tmp_path / "file", text), texts * 5))
+    assert (tmp_path / "file").read_text() in texts and len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_atomic(path, "old")

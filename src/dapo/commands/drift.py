@@ -50,8 +50,9 @@ def drift_of_ranker(
     lines = list(summary_lines(told))
     if since is not None:
         values = told["agreement"]["values"]
-        ranked = [row for row, several in zip(rows, scored, strict=True) if agreement([row], [several])]
-        split = _since([row.row for row in ranked], since, len(read_candidates(reference)) if reference else None)
+        tells = [bool(agreement([row], [several])) for row, several in zip(rows, scored, strict=True)]
+        before = sum(tells[: len(read_candidates(reference))]) if reference else None
+        split = _since([row.row for row, does in zip(rows, tells, strict=True) if does], since, before)
         found, more = _compared(values, split, curve)
         told |= {"drift": asdict(found)}
         lines += more

@@ -27,7 +27,7 @@ def quantise(
         from dapo.ranking.quantise import quantise
         from dapo.ranking.rows import read_candidates
 
-        texts = [row.prompt_text + text for row in read_candidates(data, rows)[:rows] for text in row.texts[:1]]
+        texts = [row.prompt_text + text for row in read_candidates(data, rows)[:rows] for text in row.texts[:1] if text]
         told = quantise(str(model), output, kind, texts)
         (before, after), (slow, fast) = told["mib"], told["seconds"]
         print(f"{before:.0f} MiB of weights became {after:.0f}; {slow:.3f} s for a text became {fast:.3f}")

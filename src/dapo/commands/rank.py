@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,10 +103,11 @@ def filter_responses(
         load, files = _opened(ranker, words, reference, output, needs_files=not labelled)
         if labelled:
             goal, wanted = ("precision", precision) if precision is not None else ("recall", recall)
+            if calibration is not None:
+                require_writable("--calibration", calibration)
             found = _calibrations(load(), labelled, goal, wanted or 0.0)
             thresholds = {name: one.threshold for name, one in found.items()}
             if calibration is not None:
-                require_writable("--calibration", calibration)
                 write_calibrations(calibration, ranker, found)
             say(_told(found), stderr=bool(files) and output is None)
         else:
@@ -121,7 +123,9 @@ def filter_responses(
 def _check_options(
     labelled: Any, precision: float | None, recall: float | None, calibration: Path | None, threshold: float | None
 ) -> None:
-    """Raises ConfigError: they name no threshold, or two."""
+    """Raises ConfigError: they name no threshold, or two, or one that is no number."""
+    if threshold is not None and isnan(threshold):  # nothing is above it
+        raise ConfigError(f"--threshold {threshold}: must be a number")
     if labelled and (precision is None) == (recall is None):
         raise ConfigError("--labelled: say what to choose the threshold for, --precision P or --recall R")
     if not labelled and (precision is not None or recall is not None):

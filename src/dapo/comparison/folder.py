@@ -14,9 +14,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from dapo.config.secrets import redact
 from dapo.errors import ConfigError, UserError
 from dapo.model.hub import require_at_hand
 from dapo.util.differences import differences
-from dapo.util.files import read_json, write_json, writing
+from dapo.util.files import lock_file, read_json, write_json, writing
 
 DECLARED = "comparison.json"
 
@@ -111,7 +114,7 @@ def declare(
     the recipe that measures all models: ``evaluation``, or the first one with held-out rows.
     Raises UserError: something in a recipe is wrong, they cannot be compared, or another comparison is there."""
     given = {key: amount for key, amount in budget.items() if amount is not None}
-    if len(given) != 1 or min(given.values()) <= 0:
+    if len(given) != 1 or not 0 < min(given.values()) < inf:
         said = ", ".join(f"{key} {amount:g}" for key, amount in given.items()) or "none"
         raise ConfigError(
             f"one budget is needed, the same for all: {', '.join(BUDGETS)}; such as --minutes 10 (given: {said})"
@@ -138,13 +141,13 @@ def declare(
         "seeds": list(seeds),
         "recipes": {name: _told(variants[name].recipe, of, judged) for name, of in phases.items()},
     }
-    if root.exists() and (not root.is_dir() or any(p.name[0] != "." for p in root.iterdir())):  # another's half file
-        if not is_comparison(root):
-            raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
-        now = _joined(Comparison.read(root), now)
-    with writing(root):
+    held = root.is_dir() and any(path.name[0] != "." for path in root.iterdir())  # another's half file
+    if root.is_file() or (held and not is_comparison(root)):
+        raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
+    with writing(root), ExitStack() as stack:
         root.mkdir(parents=True, exist_ok=True)
-        write_json(root / DECLARED, now)
+        lock_file(stack.enter_context((root / ".lock").open("w")), fcntl.LOCK_EX)  # others may be adding their recipes
+        write_json(root / DECLARED, _joined(Comparison.read(root), now) if is_comparison(root) else now)
     return judged
 
 

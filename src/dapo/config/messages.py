@@ -154,6 +154,8 @@ def nearest_key(key: str, root: type[BaseModel] = Config) -> str:
 
 
 def _nearest_in(names: Sequence[str], path: Sequence[str]) -> str:
+    for _, answer in _elsewhere(".".join(path)):
+        return answer
     near = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.6)
     return f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"valid here: {', '.join(names)}"
 

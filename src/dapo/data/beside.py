@@ -5,29 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dapo.data.parts import encode
-from dapo.data.rows import BadRow, Row
+from dapo.data.rows import BadRow
 from dapo.data.template import PromptTemplate
 from dapo.records import Group, Prompt
 
+if TYPE_CHECKING:
+    from dapo.data.live import LiveRows
+    from dapo.data.proposer import Proposer
 
-class Side(Protocol):
-    """A source beside the rows; ``share``: of the draws, at most."""
-
-    kind: str
-    share: float
-
-    def take(self) -> Row | None: ...
-
-    def refuse(self, fault: str) -> None: ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-    def state(self) -> Any: ...
-
-    def load_state(self, state: Any, /) -> None: ...
+Side: TypeAlias = "LiveRows | Proposer"
 
 
 class Beside:

@@ -343,9 +343,5 @@ def prompt_identity(data: DataConfig, tokenizer: str, unnamed: bool = False) -> 
 
 
 def _file_identity(path: Path) -> Mapping[str, Any]:
-    found = {}
-    for file in sorted(path.glob("*")):
-        if file.is_file() and file.suffix in (".json", ".model", ".jinja", ".txt"):
-            stat = file.stat()
-            found[file.name] = [stat.st_size, stat.st_mtime_ns]
-    return found
+    told = (one for one in sorted(path.glob("*")) if one.suffix in (".json", ".model", ".jinja", ".txt"))
+    return {one.name: [one.stat().st_size, one.stat().st_mtime_ns] for one in told if one.is_file()}

@@ -39,7 +39,7 @@ KINDS = {
 """What happens to rows; the first five leave them out."""
 _PLAIN = re.compile(r"-?\d+")
 _FRAME = re.compile(r"[\s$]*(?:\\boxed\{(?P<boxed>.*)\}|(?P<bare>.*?))[\s$.]*", re.DOTALL)
-_NUMBER = re.compile(r"[-\u2212]?(?:\d+|\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+)(?:\.0*)?")
+_NUMBER = re.compile(r"[-\u2212]?(?:\d{1,999}|\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+)(?:\.0*)?")
 _POWER = re.compile(r"(\d{1,9})\s*\^\s*\{?(\d{1,2})\}?")
 _FRACTION = re.compile(r"\\[dt]?frac\{(\d{1,18})\}\{(\d{1,18})\}|(\d{1,18})\s*/\s*(\d{1,18})")
 _ASKED = "\n\nThe original answer is an irreducible fraction m/n. Give the value of m + n."
@@ -72,12 +72,7 @@ class CleanReport:
         return {kind: found[kind] for kind in KINDS}
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "read": self.read,
-            "written": self.written,
-            "counts": self.counts,
-            "changes": list(map(asdict, self.changes)),
-        }
+        return {"counts": self.counts, **asdict(self)}
 
 
 def clean_data(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dapo.config.data import DataConfig
 from dapo.config.stages import PairKeys, RewardModelData, SFTData, StageData
 from dapo.data.parts import DataInput, Part, Rows, encode, open_parts
-from dapo.data.rows import BadRow, Keys, Messages, Row, listed, look_up, plain_value, text_or_messages
+from dapo.data.rows import BadRow, Keys, Messages, Row, listed, look_up, plain_value, text_or_messages, unicode_text
 from dapo.data.source import PromptSource
 from dapo.data.template import SAID, PromptTemplate
 from dapo.errors import ConfigError, DataError
@@ -142,7 +142,7 @@ def _list(row: Any, key: str, setting: str, types: tuple[type, ...], what: str) 
     found = plain_value(look_up(row, key)[1])
     if not isinstance(found, list) or not all(type(one) in types and one != "" for one in found):
         raise BadRow(f"{key!r} must be a list of {what} ({setting})")
-    return found
+    return [unicode_text(one, key) if isinstance(one, str) else one for one in found]
 
 
 # --- as the policy reads and writes it ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ The position is a place in the file, so each line is used once, by resumed runs 
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -46,6 +47,7 @@ class LiveRows:
         self._offset = self._line = 0
         self._tail = ""
         """The end of what was read, by which the file is known again."""
+        self._size = 0  # of the file when all was read: a long line without an end is not read at each draw
         self._known: dict[str, dict[str, Any]] = {}
         """Prompts that feedback may come for, by id, the oldest first."""
         self._ready: deque[dict[str, Any]] = deque()
@@ -85,20 +87,26 @@ class LiveRows:
         except OSError as error:
             raise DataError(f"data.live: {self._file}: {error.strerror}") from None
         with file:
+            if (size := os.fstat(file.fileno()).st_size) == self._size:
+                return
             file.seek(self._offset - len(self._tail))
             if file.read(len(self._tail)) != self._tail.encode("latin-1"):
                 self._warn(f"data.live: {self._file} is another file now, or was cut: it is read anew")
                 self._offset, self._line, self._tail = file.seek(0), 0, ""
             most = self._offset + _AT_ONCE
             for line in file:
-                if self._offset > most or not line.endswith(b"\n"):
+                if self._offset > most:
                     break
+                if not line.endswith(b"\n"):  # the last one
+                    continue
                 self._offset, self._line = self._offset + len(line), self._line + 1
                 self._tail = line[-200:].decode("latin-1")
                 try:
                     self._hear(parse_json(line.decode("utf-8-sig")))
-                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
                     self.refuse(f"line {self._line}: {type(error).__name__}: {error}")
+            else:
+                self._size = size
         while len(self._ready) > _MOST:
             self._ready.popleft()
             self._counts["expired"] += 1
@@ -153,7 +161,7 @@ class LiveRows:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._offset, self._line, self._tail = state["offset"], state["line"], state["tail"]
+        self._offset, self._line, self._tail, self._size = state["offset"], state["line"], state["tail"], 0
         self._counts = Counter(state["counts"])
         self._known = {entry["id"]: dict(entry) for entry in state["known"]}
         self._ready = deque(state["ready"])

@@ -119,12 +119,9 @@ def check_row(row: Any, keys: Keys, place: str) -> Row:
     """A raw row as a :class:`Row`. Raises BadRow: a key is missing, or holds what it must not."""
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object such as {{{json.dumps(keys.prompt)}: ...}}, got {_kind(row)}")
-    try:
-        prompt = text_or_messages(row, keys.prompt)
-        answer = _answer(row, keys)
-        meta = {str(key): plain_value(value) for key, value in row.items() if key not in (keys.prompt, keys.answer)}
-    except RecursionError:
-        raise BadRow("nested too deeply") from None
+    prompt = text_or_messages(row, keys.prompt)
+    answer = _answer(row, keys)
+    meta = {str(key): plain_value(value) for key, value in row.items() if key not in (keys.prompt, keys.answer)}
     return Row(prompt, answer, meta, place)
 
 
@@ -149,7 +146,7 @@ def text_or_messages(row: Mapping[Any, Any], key: str, setting: str = "data.prom
     if isinstance(value, str) and not isinstance(value, _Number):
         if not value.strip():
             raise BadRow(f"{key!r} is empty")
-        return _unicode(value, key)
+        return unicode_text(value, key)
     if not isinstance(value, list | tuple):
         raise BadRow(f"{key!r} must be text or a list of chat messages, got {_kind(value)}")
     if not value:
@@ -166,10 +163,10 @@ def _message(message: Any, where: str) -> dict[str, str]:
             raise BadRow(f"{where}: {key!r} must be text, got {_kind(value) if key in message else 'nothing'}")
     if not message["role"].strip():
         raise BadRow(f"{where}: 'role' is empty")
-    return {"role": _unicode(message["role"], where), "content": _unicode(message["content"], where)}
+    return {"role": unicode_text(message["role"], where), "content": unicode_text(message["content"], where)}
 
 
-def _unicode(text: str, where: str) -> str:
+def unicode_text(text: str, where: str) -> str:
     """JSON can hold halves of surrogate pairs, which are no characters and which no tokenizer takes."""
     try:
         text.encode("utf-8")
@@ -196,7 +193,7 @@ def _answer(row: Mapping[Any, Any], keys: Keys) -> str | None:
         raise BadRow(f"{key!r} must be text or a number, got {_kind(value)}")
     if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise BadRow(f"{key!r} is {value}, not a finite number")
-    answer = _unicode(_text_of(value, key), key)
+    answer = unicode_text(_text_of(value, key), key)
     if keys.answer_required and not answer.strip():
         raise BadRow(f"{key!r} is empty")
     return answer
@@ -226,7 +223,15 @@ def _from_array(value: Any) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """A value for ``meta``, in the types of JSON: what is not a number is null, dates and the like become text."""
+    """A value for ``meta``, in the types of JSON: what is not a number is null, dates and the like become text.
+    Raises BadRow: it is nested too deeply."""
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise BadRow("nested too deeply") from None
+
+
+def _plain(value: Any) -> Any:
     value = _from_array(value)
     if isinstance(value, _Number):
         return _number(value)
@@ -235,20 +240,19 @@ def plain_value(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, list | tuple):
-        return [plain_value(item) for item in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): plain_value(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return str(value)
 
 
-def _number(written: str) -> int | float | str | None:
-    try:
-        return int(written)
-    except ValueError:  # a fraction, or more digits than Python reads
-        value = float(written)
-    return str(written) if written.lstrip("-").isdigit() or not math.isfinite(value) else value
+def _number(written: str) -> int | float | str:
+    value = float(written)
+    if not math.isfinite(value):  # it would end whatever computes with it
+        return str(written)
+    return int(written) if written.lstrip("-").isdigit() else value
 
 
 def _kind(value: Any) -> str:

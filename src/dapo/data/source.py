@@ -133,9 +133,6 @@ def _refuse(
             raise DataError(f"{names_of(rows)}: none of its {len(rows)} rows can be used")
 
 
-__all__ = ["CHECKED_ROWS", "DataReport", "PromptSource", "load_prompts", "read_prompts"]
-
-
 def load_prompts(
     data: DataConfig,
     source: DataInput,

@@ -227,12 +227,6 @@ def _plain_chunks(source: Any) -> Iterator[bytes]:
         yield chunk
 
 
-def _gzip_chunks(source: Any) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=source, mode="rb") as stream:
-        while chunk := stream.read(2**20):
-            yield chunk
-
-
 def _zstd_chunks(source: Any) -> Iterator[bytes]:
     try:
         import zstandard
@@ -252,7 +246,7 @@ def _zstd_chunks(source: Any) -> Iterator[bytes]:
         raise EOFError("the compressed file is cut off")
 
 
-_OPENERS = {".gz": _gzip_chunks, ".zst": _zstd_chunks}
+_OPENERS = {".gz": lambda source: _plain_chunks(gzip.GzipFile(fileobj=source, mode="rb")), ".zst": _zstd_chunks}
 
 
 # --- where rows begin ---------------------------------------------------------------------------------------------

@@ -76,8 +76,7 @@ async def evaluate(
             async for sample in engine.generate(requests):
                 tasks.create_task(score(sample))
     _check_errors([s.reward.error for s in found.values() if s.reward and s.reward.error], total, config)
-    each = (Group(place, prompt, tuple(found[place, i] for i in wanted)) for place, prompt in enumerate(prompts))
-    groups = tuple(each)
+    groups = tuple(Group(place, one, tuple(found[place, i] for i in wanted)) for place, one in enumerate(prompts))
     own = {name: await in_thread(_measure, name, metric, groups) for name, metric in (metrics or {}).items()}
     return Evaluation(groups, own)
 

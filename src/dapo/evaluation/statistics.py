@@ -160,10 +160,9 @@ def estimate_means(values: Values, shares: Sequence[bool], seed: int = 0, resamp
             found.append(Estimate(float(mean)))
         else:  # rounding in the sums must not put a mean outside of its own interval
             bounds = [mean, *np.quantile(resampled, [0.025, 0.975])]
-            if share:  # with the trials that are worth as much; two prompts all right and two all wrong are added, as
-                more = np.concatenate(
-                    [column, [0.0, 0.0, 1.0, 1.0]]
-                )  # Agresti and Coull do: few answers tell no spread
+            if share:  # with the trials that are worth as much; as few answers tell no spread, two prompts all right
+                # and two all wrong are added, as Agresti and Coull do
+                more = np.concatenate([column, [0.0, 0.0, 1.0, 1.0]])
                 trials = float(prompts * more.mean() * (1 - more.mean()) / more.var())
                 wilson = estimate_share(float(mean) * trials, trials)
                 bounds += [wilson.low, wilson.high]

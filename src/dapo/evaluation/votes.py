@@ -70,13 +70,11 @@ class Vote:
         return cls(str(line["prompt"]), left, right, line["vote"], who, time, line.get("row"), line.get("temperature"))
 
 
-def add_vote(root: Path, vote: Vote) -> int:
-    """Add to the votes of a run: how many there are then.
-    Raises UserError: the file cannot be written; it is as it was before."""
+def add_vote(root: Path, vote: Vote) -> None:
+    """Add to the votes of a run. Raises UserError: the file cannot be written; it is as it was before."""
     path = votes_path(root)
     try:
         append_lines(path, [vote.as_json()])
-        return path.read_bytes().count(b"\n")
     except OSError as error:
         raise UserError(f"{path}: cannot keep the vote: {error.strerror or error}") from None
 
@@ -117,7 +115,8 @@ def live_pairs(file: Path) -> Iterator[dict[str, Any]]:
     waiting = defaultdict[str, dict[int, list[dict[str, Any]]]](lambda: {1: [], -1: []})
     try:
         for line in lines_of(file):
-            number, row = number + 1, parse_json(line)
+            number += 1
+            row = parse_json(line.decode("utf-8-sig"))
             if "feedback" not in row:
                 known[row["id"]] = {"prompt": row["prompt"], **row, "texts": {row.get("response")}, "voted": False}
                 continue

@@ -6,8 +6,8 @@ for the engine and the scorer, one file after the other."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -223,9 +223,5 @@ def average_of(results: Sequence[FileResult]) -> float | None:
 def short_names(files: Sequence[str]) -> list[str]:
     """The files' names without folder and endings; numbered where several have the same."""
     stems = [Path(file).name.partition(".")[0] or Path(file).name for file in files]
-    again, seen = Counter(stems), Counter[str]()
-    names: list[str] = []
-    for stem in stems:
-        seen[stem] += 1
-        names.append(f"{stem}-{seen[stem]}" if again[stem] > 1 else stem)
-    return names
+    numbers = (f"-{stems[: k + 1].count(stem)}" if stems.count(stem) > 1 else "" for k, stem in enumerate(stems))
+    return [*map(operator.add, stems, numbers)]

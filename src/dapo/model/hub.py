@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 from dapo.errors import ModelError
 
+LOADING = threading.RLock()
+"""Held while Transformers may import its parts: two threads in which it does so at once find half of them."""
 CONNECT_WITHIN_S = 3.0
 LONGEST_NAME = 96  # Characters that the hub takes. File systems raise an error for names that are much longer.
 

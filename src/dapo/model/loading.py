@@ -14,7 +14,7 @@ import torch
 from dapo.errors import ModelError, first_line
 from dapo.model.adapters import adapter_parameters, as_a_reward, check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
-from dapo.model.hub import from_where, hub_answers, unreachable
+from dapo.model.hub import LOADING, from_where, hub_answers, unreachable
 from dapo.model.tokenizer import as_its_file_says, source_folder
 from dapo.util.files import holds_model
 
@@ -56,18 +56,19 @@ def load_model(
     Raises:
         ModelError: not found, not readable, or an architecture, an option or an adapter that is not supported.
     """
-    from transformers.utils.logging import disable_progress_bar
+    with LOADING:
+        from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of loading and saving: the listener tells what is going on
-    register_attention()
-    if isinstance(source, str | Path):
-        adapter = find_adapter(source)
-        model = _from_pretrained(adapter.base if adapter else str(source), dtype, trust_remote_code, device or "cpu")
-        if adapter:
-            model = put_on(model, adapter, adapter_dtype or dtype)
-    else:
-        model = _taken_as_it_is(source)
-        model.source_dtype = next(p.dtype for p in model.parameters())
+        disable_progress_bar()  # of loading and saving: the listener tells what is going on
+        register_attention()
+        if isinstance(source, str | Path):
+            adapter, where = find_adapter(source), device or "cpu"
+            model = _from_pretrained(adapter.base if adapter else str(source), dtype, trust_remote_code, where)
+            if adapter:
+                model = put_on(model, adapter, adapter_dtype or dtype)
+        else:
+            model = _taken_as_it_is(source)
+            model.source_dtype = next(p.dtype for p in model.parameters())
     _cast(model, dtype, adapter_dtype)
     try:
         if device is not None:
@@ -141,11 +142,12 @@ def dtype_on_disk(path: str) -> torch.dtype:
 def read_config(path: str, trust_remote_code: bool = False) -> Any:
     """Transformers' config of the model at ``path``, of whatever architecture.
     Raises ModelError: not found, not readable, or a value in it is none that the architecture knows."""
-    from transformers import AutoConfig
-
     where = from_where(path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **where)
+        with LOADING:
+            from transformers import AutoConfig
+
+            return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **where)
     except Exception as error:  # a value of the wrong kind raises whatever looks at it first
         raise ModelError(_explain("model", path, error)) from None
 
@@ -168,14 +170,15 @@ def _straight_to(device: torch.device | str) -> dict[str, Any]:
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer at ``path``, as its tokenizer.json says; that of its base for an adapter's folder without one.
     Raises ModelError: not found or not readable, or its files contradict each other."""
-    from transformers import AutoTokenizer
-
     adapter = find_adapter(path)
     if adapter and not (adapter.folder / "tokenizer_config.json").is_file():
         path = adapter.base
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **from_where(path))
+        with LOADING:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **from_where(path))
         # for a folder with a model alone, Transformers makes up a tokenizer that knows no token
         if len(tokenizer) <= len(tokenizer.all_special_tokens):
             raise ModelError(f"tokenizer {path}: there are no tokenizer files; name another folder in model.tokenizer")

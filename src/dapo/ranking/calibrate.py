@@ -153,12 +153,9 @@ def _share(hits: Any, of: Any, seed: int) -> Estimate:
 def write_calibrations(file: Path, ranker: str, found: Mapping[str, Calibration]) -> None:
     """Those of other language models that the file holds for the same ranker stay. Raises ConfigError: it holds those
     of another ranker."""
-    before: Mapping[str, Any] = {}
-    if file.is_file():
-        held = read_json(file)
-        if held.get("ranker") != ranker:
-            raise ConfigError(f"{file}: holds thresholds of the ranker {held.get('ranker')}; give another file")
-        before = held["models"]
+    of, before = _read(file) if file.exists() else (ranker, {})
+    if of != ranker:
+        raise ConfigError(f"{file}: holds thresholds of the ranker {of}; give another file")
     told = {name: {**asdict(one), "verdict": one.verdict} for name, one in found.items()}
     write_json(file, {"ranker": ranker, "models": {**before, **told}})
 
@@ -166,11 +163,18 @@ def write_calibrations(file: Path, ranker: str, found: Mapping[str, Calibration]
 def read_thresholds(file: Path, ranker: object) -> dict[str, float]:
     """By language model; warns where they were chosen for another ``ranker``, by its name.
     Raises ConfigError: the file is missing, or none that ``dapo filter`` wrote."""
+    of, models = _read(file)
+    if of != str(ranker):
+        warn(f"{file}: its thresholds are of the ranker {of}, and {ranker} scores here")
+    return {name: one["threshold"] for name, one in models.items()}
+
+
+def _read(file: Path) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The ranker, and what is known by language model. Raises ConfigError: as :func:`read_thresholds`."""
     try:
         held = read_json(file)
-        if held["ranker"] != str(ranker):
-            warn(f"{file}: its thresholds are of the ranker {held['ranker']}, and {ranker} scores here")
-        return {str(name): float(one["threshold"]) for name, one in held["models"].items()}
+        models = {name: {**one, "threshold": float(one["threshold"])} for name, one in held["models"].items()}
+        return held["ranker"], models
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{file}: holds no thresholds ({type(error).__name__}); dapo filter RANKER --labelled ROWS --precision P "

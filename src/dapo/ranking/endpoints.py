@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, FiniteFloat
 from starlette.exceptions import HTTPException
 
 from dapo.data.rows import BadRow
@@ -43,7 +43,7 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     ranker: str | None = None
-    threshold: float | None = None
+    threshold: FiniteFloat | None = None
 
 
 def load_rankers(named: Mapping[str, str], calibrations: Mapping[str, str]) -> Rankers:

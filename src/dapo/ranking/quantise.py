@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from dapo.errors import ConfigError, extra
+from dapo.errors import ConfigError, DataError, extra
 from dapo.inference.found_model import find_model
 from dapo.model.adapters import CONFIG_FILE
-from dapo.model.loading import load_tokenizer
+from dapo.model.loading import load_tokenizer, read_config
 from dapo.ranking.score import is_reward_model
 from dapo.util.files import new_folder
 
@@ -33,6 +33,8 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
     on_gpu = torch.cuda.is_available()
     if kind not in (works := KINDS if on_gpu else KINDS[:1]):
         raise ConfigError(f"--kind {kind}: not on a {'GPU' if on_gpu else 'CPU'}; what works here: {', '.join(works)}")
+    if not any(texts):
+        raise DataError("--data: holds no text to compare on")
     found = find_model(model)
     ranks = is_reward_model(found.path)
     kind_of = "SequenceClassification" if ranks else "CausalLM"
@@ -44,13 +46,15 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
     if on_gpu:
         how = {"dtype": torch.bfloat16, "device_map": "cuda"}
     tokenizer = load_tokenizer(found.path)
-    before, seconds, size = _run(loader.from_pretrained(found.path, **how), tokenizer, texts)
-    with extra("quantise", "dapo quantise"):
-        small = loader.from_pretrained(found.path, quantization_config=_config(kind), **how)
+    if hasattr(read_config(found.path), "quantization_config"):
+        raise ConfigError(f"{found.path}: is quantised already; name the model that it was made from")
     with new_folder(out) as folder:
+        before, seconds, size = _run(loader.from_pretrained(found.path, **how), tokenizer, texts)
+        with extra("quantise", "dapo quantise"):
+            small = loader.from_pretrained(found.path, quantization_config=_config(kind), **how)
         small.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    after, seconds_after, size_after = _run(loader.from_pretrained(out, **how), tokenizer, texts)
+        after, seconds_after, size_after = _run(loader.from_pretrained(folder, **how), tokenizer, texts)
     moved = torch.cat([(a - b).abs().flatten() for a, b in zip(after, before, strict=True)])
     told: dict[str, Any] = {"mib": [size / 2**20, size_after / 2**20], "seconds": [seconds, seconds_after]}
     told |= {"mean_change": float(moved.mean()), "spread": float(torch.cat([b.flatten() for b in before]).std())}

@@ -13,7 +13,7 @@ from dapo.config.data import DataItem
 from dapo.config.stages import PairKeys
 from dapo.data.examples import ranked
 from dapo.data.parts import open_table
-from dapo.data.rows import BadRow, Messages, Row, Table, listed, plain_value, text_or_messages
+from dapo.data.rows import BadRow, Messages, Row, Table, listed, plain_value, text_or_messages, unicode_text
 from dapo.errors import DataError
 
 PAIRS = (("chosen", "rejected"), ("correct_code", "incorrect_code"))
@@ -87,7 +87,7 @@ def candidates(row: Any, place: str = "") -> Candidates:
     answer, model = row.get("answer"), row.get("model")
     writer = model if isinstance(model, str) and model else EVERY
     answer = None if answer is None else str(answer)
-    return Candidates(prompt, texts, tuple(map(float, labels)), answer, writer, row, place)
+    return Candidates(prompt, texts, labels, answer, writer, row, place)
 
 
 def _all(row: Mapping[str, Any], key: str, *types: type) -> tuple[Any, ...]:
@@ -96,9 +96,11 @@ def _all(row: Mapping[str, Any], key: str, *types: type) -> tuple[Any, ...]:
     if value is None:
         return ()
     found, single = ([value], "") if key in ("response", "label") else (value, "a list of ")
-    if not isinstance(found, list) or not all(type(one) in types for one in found):
+    if not isinstance(found, list) or not all(
+        type(one) in types and (str in types or abs(one) < 2**1023) for one in found
+    ):
         raise BadRow(f"{key!r} must be {single}{'text' if str in types else 'finite numbers'}")
-    return tuple(found)
+    return tuple(unicode_text(one, key) if str in types else float(one) for one in found)
 
 
 def pairs_of(rows: Sequence[Candidates]) -> Iterator[tuple[int, int, int]]:

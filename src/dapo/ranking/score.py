@@ -22,7 +22,7 @@ from dapo.config.reading import apply_overrides, with_values
 from dapo.config.stages import RewardModelConfig, build_stage, load_stage, stage_named
 from dapo.errors import ConfigError, RewardError
 from dapo.inference.found_model import FoundModel, find_model
-from dapo.model.hub import require_at_hand
+from dapo.model.hub import LOADING, require_at_hand
 from dapo.ranking.rows import Candidates
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher
@@ -106,15 +106,16 @@ def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence
     name = str(model)
     if name in REWARD_KINDS or Path(name).suffix in (".yaml", ".yml"):
         return make_scorer(load_reward(name, overrides))
-    import torch
+    with LOADING:
+        import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = find_model(name)
-    stage = stage_named(found.recipe) if found.recipe else None
-    if is_reward_model(found.path):
-        trained = load_stage(stage, found.recipe) if stage == "reward_model" and found.recipe else None
-        return make_scorer(_reward_of(found.path, trained, device, overrides))
-    return _implicit(found, stage == "dpo", reference, overrides, device)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        found = find_model(name)
+        stage = stage_named(found.recipe) if found.recipe else None
+        if is_reward_model(found.path):
+            trained = load_stage(stage, found.recipe) if stage == "reward_model" and found.recipe else None
+            return make_scorer(_reward_of(found.path, trained, device, overrides))
+        return _implicit(found, stage == "dpo", reference, overrides, device)
 
 
 def is_reward_model(path: str) -> bool:
@@ -130,18 +131,14 @@ def is_reward_model(path: str) -> bool:
                 return dict(read_json(Path(file)))
         return {}
 
-    kinds = read("config.json").get("architectures") or ()
-    classifies = any("ForSequenceClassification" in str(one) for one in kinds)
+    classifies = "ForSequenceClassification" in str(read("config.json").get("architectures"))
     return classifies or read("adapter_config.json").get("task_type") == "SEQ_CLS"
 
 
 def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -> RewardConfig:
     """As the run that trained it wrote texts; else by the chat template, if there is one."""
-    from transformers import AutoConfig
-
     from dapo.model.adapters import find_adapter
-    from dapo.model.hub import from_where
-    from dapo.model.loading import context_limit, load_tokenizer
+    from dapo.model.loading import context_limit, load_tokenizer, read_config
 
     if isinstance(trained, RewardModelConfig):
         template, longest = trained.reward_model.template, trained.data.max_length
@@ -149,8 +146,7 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
         template = "chat" if getattr(load_tokenizer(path), "chat_template", None) else "plain"
         longest = 4096
     adapter = find_adapter(path)
-    where = adapter.base if adapter else path
-    limit = context_limit(AutoConfig.from_pretrained(where, **from_where(where)).get_text_config())
+    limit = context_limit(read_config(adapter.base if adapter else path).get_text_config())
     told = {"path": path, "device": device, "template": template, "timeout_s": 600}
     told["max_length"] = min(longest, limit or longest)
     return load_reward("model", [*(f"reward.{key}={json.dumps(value)}" for key, value in told.items()), *overrides])
@@ -160,6 +156,7 @@ def _implicit(
     found: FoundModel, by_dpo: bool, reference: str | None, overrides: Sequence[str], device: str
 ) -> ImplicitScorer:
     from dapo.inference.model import settings_for
+    from dapo.model.loading import read_config
 
     given = [one for one in overrides if one.startswith("dpo.")]
     tree: dict[str, Any] = {"model": {"path": found.path}}
@@ -168,6 +165,7 @@ def _implicit(
     reference = reference or (trained.model.path if by_dpo else None)
     if reference is None:
         require_at_hand("ranker", found.path)
+        read_config(found.path)  # it may be damaged
         raise ConfigError(
             f"{found.path}: is a language model, and its probabilities alone rank nothing (a likely text is no better "
             "one); give a reward model, or with --reference the policy that DPO began with"
@@ -186,6 +184,7 @@ class ImplicitScorer(Scorer):
         self._config, self._reference, self._beta = config, reference, beta
         self._policies: list[Policy] = []
         self._text: Any = None
+        self._longest = _LONGEST
         self._thread = ThreadPoolExecutor(1, "implicit reward")
         self._batches: Batcher[tuple[Any, str], Reward] = Batcher(self._batch, size=64)
 
@@ -204,21 +203,23 @@ class ImplicitScorer(Scorer):
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._scores, items)
 
     def _load(self) -> None:
-        import torch
+        with LOADING:
+            import torch
 
-        from dapo.data.examples import PolicyText
-        from dapo.inference.model import load_prompting
-        from dapo.model.loading import load_model
-        from dapo.training.policy import Policy
+            from dapo.data.examples import PolicyText
+            from dapo.inference.model import load_prompting
+            from dapo.model.loading import context_limit, load_model
+            from dapo.training.policy import Policy
 
-        if self._policies:
-            return
-        prompting = load_prompting(self._config)
-        config, dtype = prompting.config, torch.float32  # differences of sums: bfloat16 would decide the order
-        self._text = PolicyText(prompting.template, prompting.tokenizer, config.data.template != "plain")
-        for path in (config.model.path, self._reference):
-            model = load_model(path, dtype, config.model.trust_remote_code, config.runtime.device)
-            self._policies.append(Policy(model.requires_grad_(False), 1.0, _LONGEST))
+            if self._policies:
+                return
+            prompting = load_prompting(self._config)
+            config, dtype = prompting.config, torch.float32  # differences of sums: bfloat16 would decide the order
+            self._text = PolicyText(prompting.template, prompting.tokenizer, config.data.template != "plain")
+            for path in (config.model.path, self._reference):
+                model = load_model(path, dtype, config.model.trust_remote_code, config.runtime.device)
+                self._longest = min(self._longest, context_limit(model.config.get_text_config()) or _LONGEST)
+                self._policies.append(Policy(model.requires_grad_(False), 1.0, _LONGEST))
 
     def _scores(self, items: Sequence[tuple[str | Messages, str]]) -> list[Reward]:
         from dapo.data.examples import Example, Texts
@@ -233,10 +234,16 @@ class ImplicitScorer(Scorer):
         for places in alike.values():
             responses = tuple(items[place][1] for place in places)
             try:
-                examples.append(self._text.responses(Texts(items[places[0]][0], responses, (0.0,) * len(places))))
-                order += places
+                every = self._text.responses(Texts(items[places[0]][0], responses, (0.0,) * len(places)))
             except BadRow as error:
                 found |= {place: Reward(None, 0.0, error=f"implicit reward: {error}") for place in places}
+                continue
+            kept = [k for k, ids in enumerate(every.responses) if len(every.prompt) + len(ids) <= self._longest]
+            if kept:
+                examples.append(Example(every.prompt, tuple(every.responses[k] for k in kept), (0.0,) * len(kept)))
+            order += [places[k] for k in kept]
+            too_long = Reward(None, 0.0, error=f"implicit reward: more than {self._longest} tokens with the prompt")
+            found |= dict.fromkeys(set(places) - set(order), too_long)
         policy, reference = (response_logprobs(one, examples) if examples else [] for one in self._policies)
         for place, ours, theirs in zip(order, policy, reference, strict=True):
             if math.isfinite(value := self._beta * (ours - theirs)):

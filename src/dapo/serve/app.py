@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dapo.errors import UserError
+from dapo.errors import RewardError, UserError
 from dapo.inference.stream import Part
 from dapo.ranking import endpoints
 from dapo.ranking.endpoints import Rankers
@@ -104,7 +104,7 @@ def create_app(service: Service, weights_dir: Path | None = None, journal: Journ
     if journal is not None:
         app.include_router(live.router(journal))
     add_reports(app, service, service.registry, lambda: service.loaded.refusal if service.loaded else None)
-    for kind in (RequestValidationError, HTTPException, Refused, EngineError, ClientDisconnect, Exception):
+    for kind in (RequestValidationError, HTTPException, Refused, EngineError, UserError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _told)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -243,6 +243,8 @@ def _body_of(error: Exception) -> tuple[int, dict[str, Any]]:
             return error.status_code, error_body(error.status_code, str(error.detail))
         case Refused():
             return error.status, error_body(error.status, str(error), error.param, error.code)
+        case RewardError():
+            return 503, error_body(503, f"the ranker could not score this: {error}")
         case EngineError() | UserError():
             return 503, error_body(503, f"the engine could not serve this: {error}")
         case _:

@@ -10,18 +10,19 @@ import math
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from dapo.errors import UserError
+from dapo.errors import TakenError, UserError
 
 
 def write_atomic(path: Path, pieces: str | bytes | Iterable[str]) -> None:
     """Write text (as UTF-8) or bytes under a temporary name, flush it to the disk and rename it over ``path``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
     try:
         with temporary.open("wb") as file:
             for piece in [pieces] if isinstance(pieces, str | bytes) else pieces:
@@ -111,10 +112,10 @@ def size_text(count: float) -> str:
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` that becomes ``target`` once the block ends without an error.
-    Raises FileExistsError: ``target`` is a file or a folder with something in it."""
+    Raises TakenError: ``target`` is a file or a folder with something in it."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is not overwritten")
-    staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        raise TakenError(f"{target} exists and is not overwritten")
+    staging = target.with_name(f".{target.name}.{threading.get_native_id()}.tmp")
     shutil.rmtree(staging, ignore_errors=True)  # of a killed process that had the same number
     staging.mkdir(parents=True)
     try:

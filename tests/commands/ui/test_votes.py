@@ -48,7 +48,7 @@ def test_a_vote_becomes_a_pair_and_nothing_told_whose_answer_it_was(
     assert "model" not in json.dumps(shown)
     assert HELD_OUT[shown["row"]]["prompt"] == shown["prompt"] and shown["held_out"]
     answer = client.post("votes", json={"pair": shown["pair"], "vote": "right", "who": "ann"})
-    assert answer.json() == {"votes": 1}
+    assert answer.status_code == 200
     (line,) = map(json.loads, votes_path(root).read_text(encoding="utf-8").splitlines())
     assert (line["prompt"], line["chosen"], line["rejected"]) == (shown["prompt"], shown["right"], shown["left"])
     assert {line["left"]["model"], line["right"]["model"]} == {BEFORE, AFTER}
@@ -119,7 +119,7 @@ def test_a_vote_that_cannot_be_kept_is_told_and_can_be_sent_again(served: tuple[
     answer = client.post("votes", json=body)
     assert answer.status_code == 507 and "cannot keep the vote" in answer.json()["error"]
     votes_path(root).rmdir()
-    assert client.post("votes", json=body).json() == {"votes": 1} and len(read_votes(root)) == 1
+    assert client.post("votes", json=body).status_code == 200 and len(read_votes(root)) == 1
 
 
 def test_answers_that_nobody_judges_do_not_run_the_reward(
@@ -150,7 +150,8 @@ def test_votes_come_back_as_they_were_given_whatever_a_killed_process_left(tmp_p
 
 
 def test_a_full_disk_loses_the_vote_and_nothing_else(tmp_path: Path) -> None:
-    assert [add_vote(tmp_path, a_vote("left")) for _ in range(2)] == [1, 2]
+    for _ in range(2):
+        add_vote(tmp_path, a_vote("left"))
     before = votes_path(tmp_path).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))  # room for a part of the line
@@ -160,7 +161,8 @@ def test_a_full_disk_loses_the_vote_and_nothing_else(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert votes_path(tmp_path).read_bytes() == before
-    assert add_vote(tmp_path, a_vote("right")) == 3
+    add_vote(tmp_path, a_vote("right"))
+    assert len(read_votes(tmp_path)) == 3
 
 
 def test_a_line_that_is_no_vote_is_named(tmp_path: Path) -> None:

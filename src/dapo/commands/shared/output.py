@@ -73,6 +73,8 @@ def require_writable(option: str, output: Path, inputs: Iterable[str | Path] = (
     if any(output.resolve() == Path(one).resolve() for one in inputs):
         raise ConfigError(f"{option}: {str(output)!r} is one of the files to be read; name another file")
     try:
+        if output.is_dir():
+            raise UserError(f"{option}: cannot write to {str(output)!r}: it is a folder")
         output.parent.mkdir(parents=True, exist_ok=True)
         probe = output.with_name(f".{output.name}.probe")
         probe.touch()

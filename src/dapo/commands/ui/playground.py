@@ -130,8 +130,8 @@ def result(run: RunAsked) -> dict[str, Any]:
     return result_of(run.folder.root)
 
 
-@router.post("/votes", response_model=None)
-def vote(request: Request, verdict: VoteRequest) -> dict[str, Any] | JSONResponse:
+@router.post("/votes")
+def vote(request: Request, verdict: VoteRequest) -> JSONResponse:
     pairs: dict[str, _Pair] = request.app.state.pairs
     pair = pairs.pop(verdict.pair, None)
     if pair is None:
@@ -139,10 +139,11 @@ def vote(request: Request, verdict: VoteRequest) -> dict[str, Any] | JSONRespons
     now, who, question = round(time.time(), 3), who_votes(verdict), pair.question
     kept = Vote(question.text, pair.left, pair.right, verdict.vote, who, now, question.row, pair.temperature)
     try:
-        return {"votes": add_vote(pair.root, kept)}
+        add_vote(pair.root, kept)
     except UserError as error:
         pairs[verdict.pair] = pair  # it was not voted on after all
         return JSONResponse({"error": str(error)}, 507)
+    return JSONResponse({})
 
 
 def who_votes(request: PairWanted | VoteRequest) -> str:

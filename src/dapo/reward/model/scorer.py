@@ -4,12 +4,12 @@ blocked and the next batch is read while the last one is scored."""
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from dapo.config import ModelReward
+from dapo.model.hub import LOADING
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher, retrieve
 from dapo.reward.contract import Scorer
@@ -18,9 +18,6 @@ from dapo.reward.convert import LARGEST
 if TYPE_CHECKING:
     from dapo.reward.model.network import RewardNetwork
     from dapo.reward.model.text import Encoded
-
-
-_ONE_AFTER_THE_OTHER = threading.Lock()
 
 
 def pick_alike(lengths: Sequence[int], budget: int) -> list[int]:
@@ -133,7 +130,7 @@ async def _done(call: asyncio.Future[list[float]] | None, limit_s: float) -> boo
 
 
 def _load(config: ModelReward) -> RewardNetwork:
-    with _ONE_AFTER_THE_OTHER:  # two threads that import Transformers at once find half of it
+    with LOADING:
         from dapo.reward.model.network import load_network  # torch and Transformers
 
         return load_network(config)
