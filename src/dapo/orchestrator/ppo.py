@@ -29,7 +29,7 @@ def ppo_columns(
     """
     section, kl = config.algorithm.critic, config.algorithm.kl
     scored, sampled = [s for g in groups for s in g.scored], torch.from_numpy(batch.sampled)
-    lengths = torch.tensor([s.length for s in scored])
+    lengths = torch.tensor([s.length for s in scored], dtype=torch.int64)
     goes_on = torch.tensor([section.bootstrap and s.truncated for s in scored], dtype=torch.bool)
     values, after = (torch.from_numpy(batch.columns[name])[sampled].double() for name in ("values", "after"))
     taken = None
