@@ -55,9 +55,9 @@ def episode(index: int, reward: float | None, *parts: list[tuple[int, int, float
 def columns_of(batch: TokenBatch, **values: list[float]) -> TokenBatch:
     """``values``: of the tokens that were sampled; at the others stands what nobody may read."""
     found = {}
-    for name, given in values.items():
+    for name, numbers in values.items():
         column = np.full(batch.num_response_tokens, math.nan, np.float32)
-        column[batch.sampled] = given
+        column[batch.sampled] = numbers
         found[name] = column
     return batch.with_columns(**found)
 
@@ -174,8 +174,10 @@ def test_a_second_implementation(
     groups, builder = random_rollout(rng), BatchBuilder(config)
     batch = builder.build(groups)
     count = int(batch.sampled.sum())
-    known = {name: np.float32([rng.gauss(0, 1) for _ in range(count)]).tolist() for name in ("values", "after")}
-    known["reference"] = np.float32([rng.gauss(-1, 1) for _ in range(count)]).tolist()
+    known = {
+        name: np.array([rng.gauss(0, 1) for _ in range(count)], np.float32).tolist() for name in ("values", "after")
+    }
+    known["reference"] = np.array([rng.gauss(-1, 1) for _ in range(count)], np.float32).tolist()
     shaped, batch = builder.finish(groups, columns_of(batch, **known))
     tokens = list(plain(groups, config, 0.3, known))
     advantages = [token["a"] for token in tokens]
@@ -189,6 +191,8 @@ def test_a_second_implementation(
     assert found["advantages"] == pytest.approx(advantages, abs=1e-5)
     means = [s.advantage for g in shaped for s in g.scored]
     sizes = np.cumsum([s.length for g in shaped for s in g.scored])[:-1]
-    assert means == pytest.approx([part.mean() for part in np.split(np.array(advantages), sizes)] if means else [])
+    assert means == pytest.approx(
+        [part.mean() for part in np.split(np.array(advantages), sizes)] if means else [], abs=1e-5
+    )
     again = [mini.columns["advantages"][mini.sampled] for mini in batch.minibatches(1)]
     assert np.concatenate(again or [[]]).tolist() == found["advantages"]
