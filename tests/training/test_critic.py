@@ -93,6 +93,7 @@ def test_packing_cuts_and_order_change_neither_values_nor_gradient(shared):
 def test_the_gradient_is_that_of_a_plain_model(monkeypatch):
     """Of every parameter: Transformers' own model, text by text, and the formula of the loss with autograd."""
     critic, batch, original, ours = critic_of(), batch_of(2), Trainer._apply, {}
+    batch = replace(batch, mask=np.random.default_rng(0).random(batch.num_response_tokens) < 0.7)
     plain, start, losses = random_model("qwen2"), 0, []
     head = critic.trainer.policy.model.score.weight.detach().clone().requires_grad_()
     for number, first in enumerate(np.cumsum(batch.lengths) - batch.lengths):

@@ -141,7 +141,7 @@ mismatch/max               | nats         | largest such difference
 mismatch/k3                | nats         | k3 estimate of KL(engine || trainer) on the same tokens
 mismatch/tail              | share        | of the same tokens, those with pi_trainer / pi_engine outside [0.9, 1.1]
 correction/mean            | ratio        | mean weight of the importance correction
-kl/reference               | nats         | KL of the policy to the initial one for each loss token, by the estimator asked for
+kl/reference               | nats         | KL to the initial policy for each loss token, by the estimator asked for
 kl/proximal                | nats         | k3 estimate of KL(pi_prox || pi_theta): how far the updates of a step moved
 kl/coef                    | coefficient  | coefficient of the KL term in the step
 time/wall                  | seconds      | since the metrics of the step before: all phases down to time/rest
