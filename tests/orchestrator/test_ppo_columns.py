@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dapo.config import Config, build_config, nested
 from dapo.orchestrator.batch_builder import BatchBuilder
+from dapo.orchestrator.ppo import critic_metrics
 from dapo.records import NOBODY, Group, Prompt, Reward, Sample, TokenBatch, Turn
 
 BASE = {
@@ -89,6 +90,23 @@ def test_two_turns_by_hand(changes: dict[str, Any], cut: bool, rewards: list[flo
     wanted = [d[0] + 0.45 * d[1] + 0.45**2 * d[2], d[1] + 0.45 * d[2], d[2]]
     assert batch.columns["advantages"].tolist() == pytest.approx([*wanted[:2], 0, 0, 0, wanted[2]])
     assert batch.columns["returns"].tolist() == pytest.approx([*np.add(wanted, v)[:2], 0, 0, 0, wanted[2] + v[2]])
+
+
+def test_what_is_told_of_a_step_is_of_its_loss_tokens() -> None:
+    """Returns 1, 2, 4 and values 1, 2, 3: errors 0, 0, 1, and a variance of 2 / 9 against one of 14 / 9."""
+    batch = BatchBuilder(config_of()).build(
+        [Group(0, Prompt(0, "", (1,)), (episode(0, 1.0, [(1, 3, 0.0, "stop"), (2, 1, 0.0, "length")]),))]
+    )
+    values, returns, advantages = [1.0, 2.0, 3.0, 50.0], [1.0, 2.0, 4.0, -50.0], [-1.0, 0.0, 4.0, 90.0]
+    found = critic_metrics(columns_of(batch, values=values, returns=returns, advantages=advantages))
+    assert found == pytest.approx(
+        {
+            "critic/explained_variance": 1 - 2 / 14,
+            "advantage/mean": 1,
+            "advantage/std": math.sqrt(14 / 3),
+            "advantage/mean_abs": 5 / 3,
+        }
+    )
 
 
 def test_a_step_that_kept_no_group_is_no_update() -> None:

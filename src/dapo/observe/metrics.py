@@ -78,6 +78,7 @@ critic/values              | reward       | PPO: mean value of the states of los
 critic/returns             | reward       | PPO: mean return that they are to predict, with a KL in the reward
 critic/explained_variance  | ratio        | PPO: of the returns, by the values before the updates; at most 1
 critic/grad_norm           | norm         | PPO: mean gradient norm of the critic's updates, before clipping
+critic/skipped             | share        | PPO: updates of the critic that were skipped because a number was not finite
 advantage/mean             | advantage    | PPO: mean over loss tokens, after whitening if asked for (then 0)
 advantage/std              | advantage    | PPO: standard deviation of the same (whitened: 1)
 advantage/mean_abs         | advantage    | mean absolute advantage over loss tokens
