@@ -12,13 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dapo.config import Config, build_config, nested
+from dapo.model.loading import load_model
 from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.ppo import critic_metrics
 from dapo.records import NOBODY, Group, Prompt, Reward, Sample, TokenBatch, Turn
+from dapo.training.critic import make_critic
+from dapo.training.learner import LocalLearner
+from dapo.training.trainer import Trainer
+from helpers import random_model
 
 BASE = {
     "model.path": "tiny",
@@ -90,6 +96,38 @@ def test_two_turns_by_hand(changes: dict[str, Any], cut: bool, rewards: list[flo
     wanted = [d[0] + 0.45 * d[1] + 0.45**2 * d[2], d[1] + 0.45 * d[2], d[2]]
     assert batch.columns["advantages"].tolist() == pytest.approx([*wanted[:2], 0, 0, 0, wanted[2]])
     assert batch.columns["returns"].tolist() == pytest.approx([*np.add(wanted, v)[:2], 0, 0, 0, wanted[2] + v[2]])
+
+
+def test_stale_tokens_are_those_of_the_present_policy_and_critic() -> None:
+    """In the ratio and in the KL stands the policy that training on the batch begins with, whatever the engine sampled
+    from; values, V_old too, are those of the critic then. With lambda 0 an advantage is a reward and two values."""
+    config = config_of(
+        **{"algorithm__kl": {"mode": "reward", "coef": 0.5}, "rollout__max_staleness": 1, "environment__name": None},
+        algorithm__critic__lam=0.0,
+    )
+    model = load_model(random_model("qwen2"))
+    critic = make_critic(config, model)
+    assert critic is not None
+    trainer, builder = Trainer(model, config.training, 1.0), BatchBuilder(config)
+    learner = LocalLearner(trainer, config, builder.kl, critic=critic)
+    torch.manual_seed(0)
+    with torch.no_grad():  # both have learned something since
+        critic.trainer.policy.model.score.weight.normal_()
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    samples = [replace(episode(i, 1.0, [(0, n, 0.0, "stop")]), turns=()) for i, n in enumerate((3, 2))]
+    groups = [Group(0, Prompt(0, "", (5, 6)), tuple(samples))]
+    batch = learner.annotated(builder.build(groups))
+    now, values = trainer.logprobs(batch).numpy(), critic.columns(batch)["values"]
+    _, batch = builder.finish(groups, batch)
+    inputs = learner.inputs(batch)
+    assert inputs.proximal_logprobs.numpy() == pytest.approx(now, abs=1e-6)
+    assert inputs.behaviour_logprobs.tolist() == batch.behaviour_logprobs.tolist() != now.tolist()
+    assert critic.inputs(batch).old.numpy() == pytest.approx(values, abs=1e-6) and values.all()
+    kl = now - batch.columns["reference"]
+    following = np.array([values[1], values[2], 0, values[4], 0])
+    wanted = -0.5 * kl + np.array([0, 0, 1, 0, 1]) + following - values
+    assert batch.columns["advantages"] == pytest.approx(wanted, abs=1e-5) and np.abs(kl).max() > 1e-3
 
 
 def test_what_is_told_of_a_step_is_of_its_loss_tokens() -> None:
