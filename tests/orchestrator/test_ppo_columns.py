@@ -8,6 +8,7 @@ import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -158,14 +159,15 @@ def test_a_step_that_kept_no_group_is_no_update() -> None:
 
 
 def random_rollout(rng: random.Random) -> list[Group]:
-    """Episodes in one conversation or two, some cut, some without a verdict; responses without a token, too."""
+    """Episodes in one conversation or two, some cut, some without a verdict; turns without a token, too, whose rewards
+    come at the end."""
     groups = []
     for draw in range(rng.randint(1, 4)):
         samples = []
         for index in range(rng.randint(1, 3)):
             parts = [
                 [
-                    (rng.randint(0, 2), rng.randint(1, 3), rng.choice([0.0, 0.3, -0.2]), rng.choice(["stop", "length"]))
+                    (rng.randint(0, 2), rng.randint(0, 3), rng.choice([0.0, 0.3, -0.2]), rng.choice(["stop", "length"]))
                     for _ in range(rng.randint(1, 3))
                 ]
                 for _ in range(rng.randint(1, 2))
@@ -197,9 +199,9 @@ def plain(groups: list[Group], config: Config, coef: float, known: dict[str, lis
                 rewards[t] += turn.reward
                 left -= turn.reward
         goes_on = critic.bootstrap and sample.finish_reason == "length"
-        if not goes_on:
+        if tokens and not goes_on:
             rewards[-1] += left
-        following = [*values[1:], after[-1] if goes_on else 0.0]
+        following = [*values[1:], after[-1] if goes_on else 0.0] if tokens else []
         deltas = [r + critic.gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
         in_loss = not (config.algorithm.overlong_filtering and sample.finish_reason == "length")
         for t, (turn, _) in enumerate(tokens):
@@ -245,10 +247,8 @@ def test_a_second_implementation(
     assert batch.mask[batch.sampled].tolist() == [token["in"] for token in tokens]
     assert found["returns"] == pytest.approx([token["r"] for token in tokens], abs=1e-5)
     assert found["advantages"] == pytest.approx(advantages, abs=1e-5)
-    means = [s.advantage for g in shaped for s in g.scored]
-    sizes = np.cumsum([s.length for g in shaped for s in g.scored])[:-1]
-    assert means == pytest.approx(
-        [part.mean() for part in np.split(np.array(advantages), sizes)] if means else [], abs=1e-5
-    )
+    sizes = np.cumsum([0, *(s.length for g in shaped for s in g.scored)])
+    means = [statistics.fmean(advantages[a:b] or [0.0]) for a, b in pairwise(sizes)]
+    assert [s.advantage for g in shaped for s in g.scored] == pytest.approx(means, abs=1e-5)
     again = [mini.columns["advantages"][mini.sampled] for mini in batch.minibatches(1)]
     assert np.concatenate(again or [[]]).tolist() == found["advantages"]
