@@ -114,7 +114,12 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
     [
         ({"algorithm.filter_groups.enable": True}, "filter_groups.enable: one sample is never right and wrong"),
         ({"data.sampling": "difficulty"}, "data.sampling: one sample is never right and wrong"),
-        ({"algorithm.objective": "gspo"}, "an advantage for each token"),
+        ({"algorithm.objective": "gspo"}, "advantages of tokens or turns are averaged; .* algorithm.kind=group"),
+        (
+            {"algorithm.kind": "group", "rollout.samples_per_prompt": 2, "algorithm.objective": "gspo"}
+            | {"environment.name": "a.py:B", "environment.credit": "turn"},
+            "or credit=outcome",
+        ),
         ({"algorithm.critic.share_backbone": True, "algorithm.critic.model": "m"}, "leave critic.model"),
         ({"algorithm.critic.share_backbone": True, "model.lora.rank": 2}, "and model.lora out"),
         ({"algorithm.critic.bootstrap": True}, "so the length punishment would be too"),
