@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,12 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
     [
         ({"algorithm.filter_groups.enable": True}, "filter_groups.enable: one sample is never right and wrong"),
         ({"data.sampling": "difficulty"}, "data.sampling: one sample is never right and wrong"),
-        ({"algorithm.objective": "gspo"}, "an advantage for each token"),
+        ({"algorithm.objective": "gspo"}, "advantages of tokens or turns are averaged; .* algorithm.kind=group"),
+        (
+            {"algorithm.kind": "group", "rollout.samples_per_prompt": 2, "algorithm.objective": "gspo"}
+            | {"environment.name": "a.py:B", "environment.credit": "turn"},
+            "or credit=outcome",
+        ),
         ({"algorithm.critic.share_backbone": True, "algorithm.critic.model": "m"}, "leave critic.model"),
         ({"algorithm.critic.share_backbone": True, "model.lora.rank": 2}, "and model.lora out"),
         ({"algorithm.critic.bootstrap": True}, "so the length punishment would be too"),
@@ -129,20 +135,27 @@ def test_what_does_not_go_with_ppo_is_refused_with_the_recipe(changes: dict[str,
         build_config(nested(SETTINGS | PPO | {"run.dir": "x"} | changes))
 
 
-def test_a_critic_that_is_not_finite_is_kept_and_ends_the_run(tmp_path: Path) -> None:
-    """Its weights and the policy's are those before."""
-    original = Critic.inputs
+@pytest.mark.parametrize("several", [False, True])
+def test_a_critic_that_is_not_finite_is_kept_and_told_and_in_a_row_ends_the_run(tmp_path: Path, several: bool) -> None:
+    """Its weights are those before; of a single one the policy's update is made."""
+    original, listener, calls = Critic.inputs, Recorder(), list[int]()
 
     def broken(self: Any, mini: Any) -> Any:
         found = original(self, mini)
-        found.returns.fill_(float("nan"))
+        calls.append(0)
+        if several or len(calls) == 1:
+            found.returns.fill_(float("nan"))
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
+    ends = pytest.raises(NumericalError, match="were not finite") if several else nullcontext()
+    with pytest.MonkeyPatch.context() as patch, ends:
         patch.setattr(Critic, "inputs", broken)
-        with pytest.raises(NumericalError, match="were not finite"):
-            run(tmp_path / "run", PPO | {"training.max_skipped_updates": 2})
+        run(tmp_path / "run", PPO | {"training.max_skipped_updates": 2, "training.steps": 2}, listener)
     assert list((tmp_path / "run/faults/critic").iterdir())
+    if not several:
+        first, second = steps_of(tmp_path / "run")
+        assert (first["critic/skipped"], second["critic/skipped"], first["updates"]) == (0.5, 0, 2)
+        assert sum("update of the critic was skipped" in text for text in listener.warnings) == 1
 
 
 def test_a_replay_says_why_not_and_a_critic_stays_what_it_is(tmp_path: Path) -> None:

@@ -90,6 +90,37 @@ def test_packing_cuts_and_order_change_neither_values_nor_gradient(shared):
     assert first.micro_batches > others[0][1].micro_batches
 
 
+def test_the_gradient_is_that_of_a_plain_model(monkeypatch):
+    """Of every parameter: Transformers' own model, text by text, and the formula of the loss with autograd."""
+    critic, batch, original, ours = critic_of(), batch_of(2), Trainer._apply, {}
+    batch = replace(batch, mask=np.random.default_rng(0).random(batch.num_response_tokens) < 0.7)
+    plain, start, losses = random_model("qwen2"), 0, []
+    head = critic.trainer.policy.model.score.weight.detach().clone().requires_grad_()
+    for number, first in enumerate(np.cumsum(batch.lengths) - batch.lengths):
+        ids = torch.from_numpy(batch.token_ids[first : first + batch.lengths[number]])[None]
+        hidden = plain.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        found = (hidden @ head.T)[0, batch.prompt_lengths[number] - 1 : -1, 0]
+        part = slice(start, start := start + len(found))
+        old, returns = (torch.from_numpy(batch.columns[name][part]) for name in ("values", "returns"))
+        held = torch.min(torch.max(found, old - 0.5), old + 0.5)
+        loss = torch.max((found - returns) ** 2, (held - returns) ** 2) / 2
+        losses.append(loss[torch.from_numpy(batch.mask[part])])
+    expected = torch.cat(losses).mean()
+    expected.backward()
+
+    def kept(self, totals):
+        ours.update({name: p.grad.clone() for name, p in self._parameters.items()})
+        return original(self, totals)
+
+    monkeypatch.setattr(Trainer, "_apply", kept)
+    told = critic.learn(batch, lambda: False)
+    assert told["critic/loss"][0] / told["critic/loss"][1] == pytest.approx(expected.item(), abs=1e-5)
+    theirs = {f"model.{name}": p.grad for name, p in plain.base_model.named_parameters()} | {"score.weight": head.grad}
+    assert ours.keys() == theirs.keys() and theirs["score.weight"].abs().max() > 1e-2
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-5, msg=name)
+
+
 def test_the_head_begins_with_zeros_and_a_shared_one_leaves_the_policy_alone():
     """Not the policy's weights, nor their gradients: what the critic learns is its head."""
     for shared in (False, True):

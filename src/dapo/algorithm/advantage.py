@@ -58,7 +58,7 @@ def advantages(rewards: Tensor | Sequence[float], *, kind: str | Estimator, epsi
         [n] float64. Exactly 0 for a flat group (max equals min, up to :data:`FLAT_SPREAD`), so for a group of one too.
 
     Raises:
-        ValueError: an unknown kind, or a reward or an advantage that is not finite.
+        ValueError: an unknown kind, or a reward that is not finite.
     """
     estimator = ESTIMATORS.get(kind) if isinstance(kind, str) else kind
     if estimator is None:
@@ -68,12 +68,7 @@ def advantages(rewards: Tensor | Sequence[float], *, kind: str | Estimator, epsi
         raise ValueError(f"rewards must be finite, got {values.tolist()}")
     if _flat(values):
         return torch.zeros_like(values)
-    found = torch.as_tensor(estimator(values, epsilon)).double()
-    if found.shape != values.shape or not bool(found.isfinite().all()):
-        raise ValueError(
-            f"the advantages of {len(values)} rewards must be as many finite numbers, got {found.tolist()}"
-        )
-    return found
+    return estimator(values, epsilon)
 
 
 def _flat(rewards: Tensor) -> bool:

@@ -86,7 +86,7 @@ class KLConfig(Section):
     coef: float = Field(0.001, ge=0)
     """beta."""
     target: float | None = Field(None, gt=0)
-    """Adapt the coefficient so that the KL stays near this value."""
+    """Adapt the coefficient so that the KL stays near this value, in nats for each token."""
     horizon: int = Field(10000, ge=1)
     """Samples over which the coefficient adapts."""
     reference: Literal["copy", "base", "offload"] = "copy"

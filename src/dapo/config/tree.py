@@ -236,15 +236,16 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
             "environment.credit: turn compares the turns of one prompt's episodes, and algorithm.advantage.kind="
             "batch-norm all samples of a step; use credit=outcome, or kind=group-mean"
         )
-    if algorithm.kind != "ppo":
+    ppo = algorithm.kind == "ppo"
+    if algorithm.objective == "gspo" and (ppo or config.environment.credit == "turn"):
+        yield (
+            "algorithm.objective: gspo has one ratio for a whole response, in which advantages of tokens or turns are "
+            f"averaged; use objective=dapo or cispo, or {'algorithm.kind=group' if ppo else 'credit=outcome'}"
+        )
+    if not ppo:
         return
     if apart:
         yield "algorithm.kind: ppo trains in one process; use runtime.kind=local, or kind=group"
-    if algorithm.objective == "gspo":
-        yield (
-            "algorithm.objective: gspo has one ratio for a whole response, and ppo an advantage for each token; use "
-            "objective=dapo or cispo, or algorithm.kind=group"
-        )
     asked = {"algorithm.filter_groups.enable=false": algorithm.filter_groups.enable}
     for works, mixed in (asked | {"data.sampling=uniform": config.data.sampling == "difficulty"}).items():
         if mixed and config.rollout.samples_per_prompt < 2:

@@ -78,6 +78,7 @@ critic/values              | reward       | PPO: mean value of the states of los
 critic/returns             | reward       | PPO: mean return that they are to predict, with a KL in the reward
 critic/explained_variance  | ratio        | PPO: of the returns, by the values before the updates; at most 1
 critic/grad_norm           | norm         | PPO: mean gradient norm of the critic's updates, before clipping
+critic/skipped             | share        | PPO: updates of the critic that were skipped because a number was not finite
 advantage/mean             | advantage    | PPO: mean over loss tokens, after whitening if asked for (then 0)
 advantage/std              | advantage    | PPO: standard deviation of the same (whitened: 1)
 advantage/mean_abs         | advantage    | mean absolute advantage over loss tokens
@@ -141,7 +142,7 @@ mismatch/max               | nats         | largest such difference
 mismatch/k3                | nats         | k3 estimate of KL(engine || trainer) on the same tokens
 mismatch/tail              | share        | of the same tokens, those with pi_trainer / pi_engine outside [0.9, 1.1]
 correction/mean            | ratio        | mean weight of the importance correction
-kl/reference               | nats         | KL of the policy to the initial one, by the estimator asked for
+kl/reference               | nats         | KL to the initial policy for each loss token, by the estimator asked for
 kl/proximal                | nats         | k3 estimate of KL(pi_prox || pi_theta): how far the updates of a step moved
 kl/coef                    | coefficient  | coefficient of the KL term in the step
 time/wall                  | seconds      | since the metrics of the step before: all phases down to time/rest

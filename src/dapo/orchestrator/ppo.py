@@ -29,7 +29,7 @@ def ppo_columns(
     """
     section, kl = config.algorithm.critic, config.algorithm.kl
     scored, sampled = [s for g in groups for s in g.scored], torch.from_numpy(batch.sampled)
-    lengths = torch.tensor([s.length for s in scored])
+    lengths = torch.tensor([s.length for s in scored], dtype=torch.int64)
     goes_on = torch.tensor([section.bootstrap and s.truncated for s in scored], dtype=torch.bool)
     values, after = (torch.from_numpy(batch.columns[name])[sampled].double() for name in ("values", "after"))
     taken = None
@@ -61,7 +61,7 @@ def _payments(sample: Sample, by_turn: bool, goes_on: bool) -> list[tuple[float,
     parts of its score, and the rest is for its end; a response that goes on has none there, as it has a value: with
     both, that value would be a score more than itself, and have no bound."""
     turns = [turn for part in sample.parts for turn in part.turns] if by_turn else []
-    paid = [(turn.reward, turn.end - turn.start) for turn in turns]
+    paid = [(turn.reward, n) for turn in turns if (n := turn.end - turn.start)]  # else no token earns it
     *before, (last, tokens) = paid or [(0.0, sample.length)]
     rest = 0.0 if goes_on else sample.shaped_reward - sum(amount for amount, _ in paid)
     return [*before, (last + rest, tokens)]

@@ -86,6 +86,8 @@ def step_warnings(rollout: RolloutBatch, reports: Sequence[UpdateReport]) -> Ite
     for report in reports:
         if report.skipped not in (None, CRITIC_ONLY):
             yield f"an update was skipped: {report.skipped}"
+        if report.statistics.get("critic/skipped", (0.0, 0.0))[0]:
+            yield "an update of the critic was skipped, as a number was not finite; faults/critic says why"
 
 
 def _lengths(samples: Sequence[Sample], trained: Sequence[Group]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from dapo.training.micro_batch import MicroBatch, upload
 from dapo.training.parallel.holding import MODEL, Parameters, Replica
 from dapo.training.parallel.ranks import Ranks
 from dapo.training.scores import ScorePolicy, load_classifier, score_trainer
-from dapo.training.trainer import Trainer
+from dapo.training.trainer import NO_LOSS_TOKENS, Trainer
 from dapo.util.files import new_folder, read_json, write_json
 
 _AHEAD = "ahead.json"
@@ -125,8 +125,8 @@ class Critic:
         if self.ahead is None:
             objective = Watched(ValueObjective(self.config.algorithm.critic.clip), out_of_time)
             report = self.trainer.update(mini, self.inputs(mini), objective)
-            norm = (report.grad_norm, 1.0)
-            self.ahead = report.statistics | {"critic/grad_norm": norm} if report.skipped is None else {}
+            told = report.statistics | {"critic/grad_norm": (report.grad_norm, 1.0)} if report.skipped is None else {}
+            self.ahead = told | {"critic/skipped": (float(report.skipped not in (None, NO_LOSS_TOKENS)), 1.0)}
         return self.ahead
 
     def save(self, folder: Path) -> None:
