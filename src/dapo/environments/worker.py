@@ -55,11 +55,14 @@ class _Environment:
         def begun() -> dict[str, Any]:
             self._here = self._kind()
             said = _given(self._here.reset, row) if hasattr(self._here, "reset") else None
+            last_turn = getattr(self._here, "last_turn", "")
+            if not isinstance(last_turn, str):
+                raise RewardError(f"environment: last_turn must be text; it is a {type(last_turn).__name__}")
             if not isinstance(said, list | tuple):
-                return {"begun": said and self._cut(str(said))}
+                return {"begun": said and self._cut(str(said)), "last_turn": last_turn}
             if not said or not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said):
                 raise RewardError('environment: reset must return text or messages, {"role": ..., "content": ...}')
-            return {"begun": list(said)}
+            return {"begun": list(said), "last_turn": last_turn}
 
         return _tried("reset", begun)
 
