@@ -87,12 +87,7 @@ class Episode:
             pass
 
     async def complete(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Schema] = (),
-        most: int | None = None,
-        *,
-        may_call: bool = True,
+        self, messages: Sequence[Message], tools: Sequence[Schema] = (), most: int | None = None, may_call: bool = True
     ) -> Answer:
         """The model's next answer in a conversation.
 

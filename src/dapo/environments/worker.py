@@ -21,11 +21,7 @@ from dapo.util.user_code import describe, load_named
 
 def environment_class(name: str) -> Any:
     """Raises ConfigError: it cannot be loaded."""
-    if name != "python":
-        return load_named(name, "environment.name")
-    from dapo.environments.python import PythonTool
-
-    return PythonTool
+    return load_named("dapo.environments.python:PythonTool" if name == "python" else name, "environment.name")
 
 
 def make_handler(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
