@@ -17,6 +17,8 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 class Countdown:
     """The answer is an expression in <answer></answer>; how often the calculator is asked costs nothing."""
 
+    last_turn = "The calculator is off now. Write the expression in <answer></answer>."
+
     def reset(self, numbers, target, **row):
         self.numbers, self.target = sorted(numbers), target
 

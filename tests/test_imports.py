@@ -44,6 +44,11 @@ def test_help_reads_no_config() -> None:
     assert not loaded_by("import dapo.commands") & {"numpy", "pydantic", "yaml"}
 
 
+@pytest.mark.parametrize("module", ["dapo.environments.worker", "dapo.reward.math.score", "dapo.reward.code.score"])
+def test_workers_of_which_there_may_be_hundreds_stay_small(module: str) -> None:
+    assert not loaded_by(f"import dapo.reward.worker, {module}") & {"numpy", "asyncio"}
+
+
 def test_import_dapo_is_next_to_nothing() -> None:
     assert not loaded_by("import dapo") & {*HEAVY, "numpy", "pydantic", "yaml", "rich", "typer"}
 
@@ -91,7 +96,12 @@ def test_only_the_orchestrator_and_the_buffer_know_rewards(folder: str) -> None:
 
 
 def test_records_need_numpy_only() -> None:
-    tops = {module.partition(".")[0] for module in imports_of(PACKAGE / "records.py")}
+    tops = {
+        module.partition(".")[0]
+        for name in ("records.py", "util/verdict.py")
+        for module in imports_of(PACKAGE / name)
+        if module != "dapo.util.verdict.Reward"
+    }
     assert tops <= {*sys.stdlib_module_names, "numpy"}
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from dapo.errors import UserError
 from dapo.orchestrator.encoded_state import STATE, EncodedState, read_state
-from dapo.records import LONGEST_TEXT, Reward, Sample
+from dapo.records import Reward, Sample
+from dapo.util.verdict import LONGEST_TEXT
 
 
 def a_sample(tokens: int = 3, **changes: Any) -> Sample:

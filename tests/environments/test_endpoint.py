@@ -53,6 +53,15 @@ def test_an_agent_with_tools_of_its_own_leaves_a_whole_trace():
     assert '"name": "add"' in text and "Go 0" in text
 
 
+def test_an_agent_knows_its_last_turn_and_may_go_on_in_it_without_tools():
+    said = call("add", a=1, b=2)
+    agent = "openai_agents.py:with_tools"
+    ((result, script, prompt),) = played(agent, lambda *_: said, environment__max_turns=3)
+    sample = consistent(result, script, prompt)
+    assert [turn.stop for turn in sample.turns] == ["tool_calls", "tool_calls", "stop"]
+    assert (sample.ended, sample.more, result.reward.correct) == ("done", (), False)
+
+
 @pytest.mark.parametrize("agent", ["openai_agents.py:asynchronous", "openai_agents.py:streaming"])
 def test_agents_of_other_kinds(agent):
     results = played(agent, lambda context, turn: "7", prompts=3)

@@ -119,6 +119,17 @@ def test_a_call_that_cannot_be_read_is_told_and_is_not_a_cut_one():
     assert "Error: the call cannot be read" in sample.text
 
 
+@pytest.mark.parametrize("said", [call("add", a=1, b=1) * 2, "<tool_call>{broken</tool_call>"])
+def test_before_the_last_turn_the_environment_says_so_and_a_call_in_it_is_no_call(said):
+    ((result, script, prompt),) = played("Deadline", lambda context, turn: said, environment__max_turns=3)
+    sample = consistent(result, script, prompt)
+    assert [turn.stop for turn in sample.turns][1:] == [sample.turns[0].stop, "stop"]
+    assert (sample.ended, sample.finish_reason, sample.more) == ("done", "stop", ())
+    template = PromptTemplate(settings().data, TOKENIZER)
+    told = [template.text(context).count("Answer now.\n</tool_response>") for context in script.contexts]
+    assert told == [0, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("answer", "changes", "ended"),
     [
@@ -180,6 +191,7 @@ def test_what_tools_and_models_say_ends_no_turn_but_their_own_and_no_run(said, h
         ("Hostile", call("pays", amount=float("nan")), "the reward of a Reply must be a finite number; it is nan"),
         ("Hostile", call("pays", amount="much"), "finite number; it is 'much'"),
         ("BadMessages", "7", "reset must return text or messages"),
+        ("LastTurnMethod", "7", "last_turn must be text; it is a method"),
     ],
 )
 def test_an_environment_that_breaks_its_contract_is_named(name, said, why):

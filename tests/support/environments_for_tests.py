@@ -137,3 +137,16 @@ class Chatter:
     def reward(self):
         value = sum(len(text.encode()) for text in self.said) % 7
         return {"value": value / 3 - 1, "correct": value > 3}
+
+
+class Deadline(Calculator):
+    """Says when the last turn comes."""
+
+    def reset(self, **row):
+        self.last_turn = "Answer now."
+        return super().reset(**row)
+
+
+class LastTurnMethod:
+    def last_turn(self):
+        return "Answer now."

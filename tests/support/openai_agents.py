@@ -23,8 +23,11 @@ def client_of(base_url, kind=OpenAI):
 def with_tools(base_url, row):
     client = client_of(base_url)
     messages = [{"role": "user", "content": row["prompt"]}]
+    given = {"model": "policy", "messages": messages, "tools": TOOLS}
     while True:
-        message = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
+        found = client.chat.completions.create(**given)
+        message = found.choices[0].message
+        given["tool_choice"] = "none" if found.turns_left == 1 else "auto"
         if not message.tool_calls:
             return {"value": 1.0, "correct": row["answer"] in message.content}
         messages.append(message.model_dump(exclude_none=True))

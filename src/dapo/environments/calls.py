@@ -15,8 +15,8 @@ from typing import Any
 from dapo.errors import ConfigError
 from dapo.util.files import parse_json
 
-RESERVED = ("reset", "reply", "reward", "close")
-"""Public methods of an environment that are no tools."""
+RESERVED = ("reset", "reply", "reward", "last_turn", "close")
+"""Public names of an environment that are no tools."""
 
 Schema = Mapping[str, Any]
 Message = Mapping[str, Any]

@@ -87,8 +87,8 @@ class Endpoint:
             most = next((limit for limit in limits if limit is not None), None)
             if most is not None and (type(most) is not int or most < 1):
                 raise _Refused(f"max_tokens: must be a whole number from 1 on; it is {most!r}")
-            tools = _listed("tools", body.get("tools")) if body.get("tool_choice") != "none" else []
-            answer = await unless_gone(request, episode.complete(messages, tools, most))
+            tools, may_call = _listed("tools", body.get("tools")), body.get("tool_choice") != "none"
+            answer = await unless_gone(request, episode.complete(messages, tools, most, may_call=may_call))
         except Over as error:
             return _error(410, f"this episode is over: {error}")
         except (_Refused, DataError) as error:
@@ -172,7 +172,7 @@ def _reply(message: dict[str, Any], answer: Answer, model: str, stream: bool) ->
     reason = {"tool_calls": "tool_calls", "length": "length"}.get(answer.stop, "stop")
     usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens}
     head: dict[str, Any] = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-    usage["total_tokens"] = sum(usage.values())
+    usage["total_tokens"], head["turns_left"] = sum(usage.values()), answer.turns_left
     if not stream:
         choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
         return JSONResponse(head | {"object": "chat.completion", "choices": [choice], "usage": usage})

@@ -40,6 +40,7 @@ class Answer:
     stop: str
     prompt_tokens: int
     tokens: int
+    turns_left: int
     fault: str = ""
 
 
@@ -86,14 +87,15 @@ class Episode:
             pass
 
     async def complete(
-        self, messages: Sequence[Message], tools: Sequence[Schema] = (), most: int | None = None
+        self, messages: Sequence[Message], tools: Sequence[Schema] = (), most: int | None = None, may_call: bool = True
     ) -> Answer:
         """The model's next answer in a conversation.
 
         Args:
             messages: all of it; earlier answers with the content that they came with (``raw``).
-            tools: that it may call.
+            tools: of the conversation; without those that it began with a new sequence begins.
             most: tokens that it may say.
+            may_call: False: calls are not read.
 
         Raises:
             Over: the episode is over, or a cap ends it.
@@ -114,7 +116,7 @@ class Episode:
             if room < 1:
                 raise Over(self.end("max_tokens"))
             sample = await self._sampled(opening, min(room, *filter(None, (self._config.max_turn_tokens, most, room))))
-            self.last = self._read(opening, sample)
+            self.last = self._read(opening, sample, may_call)
             self.trace.add(opening, sample, self.last.stop)
             if sample.truncated and sample.length == room:
                 self.end("max_tokens")
@@ -150,13 +152,14 @@ class Episode:
         self._turns += 1
         return sample
 
-    def _read(self, opening: Opening, sample: Sample) -> Answer:
+    def _read(self, opening: Opening, sample: Sample, may_call: bool) -> Answer:
         raw, said = self.trace.said(sample), self._template.decode(sample.token_ids.tolist())
         text, calls, stop, fault = raw, list[Call](), "length" if sample.truncated else "stop", ""
-        if not sample.truncated:  # of a turn that was cut, no call is read, nor missed
+        if may_call and not sample.truncated:  # of a turn that was cut, no call is read, nor missed
             try:
                 text, calls = calls_in(raw, self._template.source)
                 stop = "tool_calls" if calls else "stop"
             except Malformed as error:
                 stop, fault = "malformed", str(error)
-        return Answer(raw, text, said, calls, stop, len(opening.context), sample.length, fault)
+        left = self._config.max_turns - self._turns
+        return Answer(raw, text, said, calls, stop, len(opening.context), sample.length, left, fault)

@@ -118,13 +118,14 @@ class Player:
 
     async def _turns(self, session: Session, episode: Episode, row: Any, messages: list[dict[str, Any]]) -> str:
         """Play with an environment until it or the model comes to an end. ``messages`` grow."""
-        begun = (await _asked(session, {"do": "reset", "row": row}))["begun"]
+        found = await _asked(session, {"do": "reset", "row": row})
+        begun, last_turn, may_call = found["begun"], found["last_turn"], True
         if isinstance(begun, list):
             messages[:] = begun
         elif begun:
             messages[-1]["content"] += begun
         while True:
-            answer = await episode.complete(messages, self._tools)
+            answer = await episode.complete(messages, self._tools, may_call=may_call)
             messages.append({"role": "assistant", "content": answer.raw})
             done = False
             for call in answer.calls:
@@ -139,6 +140,9 @@ class Player:
                 done = self._heard(found, episode, messages, "user")
             if done:
                 return "done"
+            if last_turn and answer.turns_left == 1:
+                messages[-1]["content"] += f"\n{last_turn}"
+                may_call = False
 
     @staticmethod
     def _heard(found: Mapping[str, Any], episode: Episode, messages: list[dict[str, Any]], role: str) -> bool:

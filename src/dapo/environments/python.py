@@ -16,6 +16,8 @@ MEMORY, PROCESSES, SCRATCH, OUTPUT = 512 * _MIB, 16, 64 * _MIB, 100_000
 class PythonTool:
     """An environment with one tool. The recipe's reward scores the last answer."""
 
+    last_turn = "This is the last turn: no more programs are run. Write the answer."
+
     def python(self, code: str) -> str:
         """Run a Python program and return what it prints.
 

@@ -1,12 +1,12 @@
 """The user's environment or agent, in a process of its own: what hangs or dies there costs one episode.
 
 A handler for ``dapo.reward.worker``. An item is {"do": ..., ...}: ``reset`` makes an environment, the others are about
-the one that was made last. All text that comes back is cut to a length.
+the one that was made last. All text that comes back is cut to a length. There may be hundreds: what few need is
+imported where it is used.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,7 +14,6 @@ from typing import Any
 
 from dapo.environments import Reply
 from dapo.environments.calls import RESERVED
-from dapo.environments.python import PythonTool
 from dapo.errors import RewardError, UserError
 from dapo.reward.convert import LARGEST, reward_to_json, to_reward
 from dapo.util.user_code import describe, load_named
@@ -22,7 +21,7 @@ from dapo.util.user_code import describe, load_named
 
 def environment_class(name: str) -> Any:
     """Raises ConfigError: it cannot be loaded."""
-    return PythonTool if name == "python" else load_named(name, "environment.name")
+    return load_named("dapo.environments.python:PythonTool" if name == "python" else name, "environment.name")
 
 
 def make_handler(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -37,7 +36,11 @@ class _Agent:
     def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
         def played() -> dict[str, Any]:
             found = self._agent(item["base_url"], item["row"])
-            return _scored(asyncio.run(found) if inspect.iscoroutine(found) else found)
+            if inspect.iscoroutine(found):
+                import asyncio
+
+                found = asyncio.run(found)
+            return _scored(found)
 
         return _tried("the agent", played)
 
@@ -55,25 +58,27 @@ class _Environment:
         def begun() -> dict[str, Any]:
             self._here = self._kind()
             said = _given(self._here.reset, row) if hasattr(self._here, "reset") else None
+            last_turn = getattr(self._here, "last_turn", "")
+            if not isinstance(last_turn, str):
+                raise RewardError(f"environment: last_turn must be text; it is a {type(last_turn).__name__}")
             if not isinstance(said, list | tuple):
-                return {"begun": said and self._cut(str(said))}
-            if not said or not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said):
+                said = said and self._cut(str(said))
+            elif not said or not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said):
                 raise RewardError('environment: reset must return text or messages, {"role": ..., "content": ...}')
-            return {"begun": list(said)}
+            return {"begun": said, "last_turn": last_turn}
 
         return _tried("reset", begun)
 
     def _call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """A tool that does not exist, or that raises, is told to the model, who may do better."""
         if name.startswith("_") or name in RESERVED or not callable(getattr(self._kind, name, None)):
-            return {"text": f"Error: there is no tool {name!r}"[: self._most], "reward": 0.0, "done": False}
+            return self._reply(f"Error: there is no tool {name!r}")
         try:
             return self._reply(getattr(self._here, name)(**arguments))
         except UserError:  # such as that there is no sandbox
             raise
         except Exception as error:
-            said = f"Error: {type(error).__name__}: {error}"
-            return {"text": self._cut(said), "reward": 0.0, "done": False}
+            return self._reply(f"Error: {type(error).__name__}: {error}")
 
     def _say(self, text: str) -> dict[str, Any]:
         """Text without a call: ``reply`` answers, and without such a method, or if it returns None, the end is here."""

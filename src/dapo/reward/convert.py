@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from dapo.errors import RewardError, shortened
-from dapo.records import Reward
+from dapo.util.verdict import Reward
 
 LARGEST = 1e30  # beyond this a sum or a square of rewards would no longer be a finite float32
 

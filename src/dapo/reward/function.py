@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dapo.errors import RewardError
-from dapo.records import Reward
 from dapo.reward.convert import reward_to_json, to_reward, to_rewards
 from dapo.reward.registry import declaration, declared_names, find_declared
 from dapo.util.user_code import describe, load_named
+from dapo.util.verdict import Reward
 
 CONTRACT = "def f(prompt, response, answer, **meta) -> float | bool | dict | Reward"
 BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float | bool | dict | Reward)"

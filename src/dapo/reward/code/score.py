@@ -19,12 +19,12 @@ from typing import Any
 
 from dapo.config import CodeReward
 from dapo.errors import RewardError, install
-from dapo.records import Reward
 from dapo.reward.code.blocks import find_program
 from dapo.reward.code.grade import Grade, Grader
 from dapo.reward.code.names import Snippet, Tests, read_tests
 from dapo.reward.code.program import SandboxFailed, Usage
 from dapo.reward.convert import reward_to_json
+from dapo.util.verdict import Reward
 
 _REMEMBERED = 8192  # references whose use of time and memory is kept; a few hundred bytes each
 

@@ -12,11 +12,11 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from dapo.records import Reward
 from dapo.reward.convert import out_of_time, reward_to_json, verdict
 from dapo.reward.math import CPU_LIMIT_S
 from dapo.reward.math.equivalence import equivalent, readable
 from dapo.reward.math.extract import Rule, final_answer
+from dapo.util.verdict import Reward
 
 
 class _TooExpensive(BaseException):
