@@ -18,12 +18,13 @@ from dapo.serve.model import Limits
 from served import Served, served
 
 
-def raw(server: Served, *sent: bytes, wait: float = 10) -> bytes:
-    """The answer to bytes as they are."""
+def raw(server: Served, *sent: bytes, wait: float = 10, pause: float = 0) -> bytes:
+    """The answer to bytes as they are, sent with pauses between them."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=wait) as connection:
         for part in sent:
             connection.sendall(part)
+            time.sleep(pause)
         found = b""
         while chunk := connection.recv(65536):
             found += chunk
@@ -106,6 +107,8 @@ def test_too_large_bodies_end_as_they_are_announced_or_sent(folder: Path) -> Non
         chunks = (b" " * 100 for _ in range(20))
         got = httpx.post(f"{server.url}/v1/completions", content=chunks, trust_env=False)
         assert got.status_code == 413 and got.json()["error"]["type"] == "invalid_request_error"
+        head, _, body = request(b" " * 2000).partition(b"\r\n\r\n")
+        assert b" 413 " in raw(server, head + b"\r\n\r\n", body, pause=0.2)  # the connection was not reset
         lies = request(GOOD).replace(b"Content-Length: ", b"Content-Length: 9999999999999999999999")
         assert b" 413 " in raw(server, lies) or b" 400 " in raw(server, lies)
         assert ask(server, GOOD)[0] == 200

@@ -6,6 +6,7 @@ Consumes an ASGI application. The page and the servers of rewards and policies s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,7 +42,10 @@ class Gate:
                 self.begins(scope, message)
             await send(message)
 
-        answer = self.refusal(scope, Headers(scope=scope)) or self._app
+        answer: ASGIApp = self._app
+        if refusal := self.refusal(scope, Headers(scope=scope)):
+            answer = refusal
+            await _read_little(receive, Headers(scope=scope))
         await answer(scope, limited(receive, self.most(scope["path"]), self.too_large(scope["path"])), noticed)
 
     def refusal(self, scope: Scope, headers: Headers) -> Response | None:
@@ -72,6 +76,17 @@ class Gate:
     def announces_more(self, scope: Scope, headers: Headers) -> bool:
         length = headers.get("content-length", "0")
         return length.isdecimal() and int(length[:20]) > self.most(scope["path"])
+
+
+async def _read_little(receive: Receive, headers: Headers) -> None:
+    """Read a small body that a refused client is sending, for a second: closing a connection with unread bytes resets it,
+    and the client may lose the answer."""
+    length = headers.get("content-length", "0")
+    left = int(length) if length.isdecimal() and len(length) < 8 else 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1):
+            while 0 < left < 2**20 and (message := await receive()).get("more_body"):
+                left -= len(message["body"])
 
 
 class WorkGate(Gate):
