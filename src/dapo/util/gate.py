@@ -79,8 +79,8 @@ class Gate:
 
 
 async def _read_little(receive: Receive, headers: Headers) -> None:
-    """Read a small body that a refused client is sending, for a second: closing a connection with unread bytes resets it,
-    and the client may lose the answer."""
+    """Read a small body that a refused client is sending, for a second: a connection that is closed with unread bytes is
+    reset, and the client may lose the answer."""
     length = headers.get("content-length", "0")
     left = int(length) if length.isdecimal() and len(length) < 8 else 0
     with contextlib.suppress(TimeoutError):
