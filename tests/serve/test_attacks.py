@@ -124,7 +124,6 @@ def test_a_small_body_is_read_before_its_refusal_is_sent(folder: Path) -> None:
             assert b" 413 " in connection.recv(65536)
 
 
-
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "evil.example:8000", "[::1].evil", ""])
 def test_without_a_token_only_names_of_this_machine_pass(server: Served, host: str) -> None:
     """A page elsewhere that points its own name at 127.0.0.1."""

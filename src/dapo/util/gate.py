@@ -79,7 +79,7 @@ class Gate:
 
 
 async def _read_little(receive: Receive, headers: Headers) -> None:
-    """Read a small body that a refused client is sending, for a second: a connection that is closed with unread bytes is
+    """Read a small body that a refused client is sending, for a second: a connection closed with unread bytes is
     reset, and the client may lose the answer."""
     length = headers.get("content-length", "0")
     left = int(length) if length.isdecimal() and len(length) < 8 else 0
