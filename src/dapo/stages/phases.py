@@ -92,7 +92,8 @@ def run_phases(
                 listener.warning(f"phase {name} is not done again after {trained}; for that remove {folder.root}")
             found[name] = RunView.read(folder.root).summary
             continue
-        listener.phase(f"phase {name}")
+        if name:  # the one recipe of a comparison's cell has none
+            listener.phase(f"phase {name}")
         trained = name
         again = RunOverrides(resume=folder if state == GOES_ON else None)
         if isinstance(config, Config):
@@ -156,7 +157,7 @@ def check_phases(root: Path, phases: Mapping[str, StageConfig | Config], resume:
                 if path is not None and path not in made and not is_name(path) and not Path(path).expanduser().exists():
                     raise ConfigError(f"reward.path: {path}: no such folder")
         except UserError as error:
-            raise type(error)(f"phases.{name}: {error}") from None
+            raise type(error)(f"phases.{name}: {error}" if name else str(error)) from None
     return begun
 
 
