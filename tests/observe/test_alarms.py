@@ -21,6 +21,8 @@ from dapo.observe import alarms
 from dapo.observe.alarms import FIRST, REPEAT, RULES, SPIKE_HISTORY, Alarms
 from dapo.observe.changes import Change
 from dapo.observe.metrics import describe
+from dapo.observe.run_folder import RunFolder
+from dapo.observe.run_view import RunView
 from dapo.orchestrator.encoded_state import EncodedState, read_state
 from run_cases import Recorder, run, steps_of
 
@@ -260,7 +262,8 @@ def test_steps_before_a_change_of_sampling_are_no_measure_of_those_after_it() ->
     few = [HEALTHY | {"groups/drawn": 48.0, "groups/kept": 16.0}] * 3
     assert [step for step, _ in raised(steps + few, recipe, changes)] == [17]  # the mean of 32, 16 and 16 is too few
     entries = [{"step": step, **metrics} for step, metrics in enumerate(steps + few, start=1)]
-    told = {alarm["name"]: alarm["steps"] for alarm in alarm_history(recipe.model_dump(mode="json"), entries, changes)}
+    view = RunView(RunFolder(Path("none")), recipe.model_dump(mode="json"), {}, {}, {}, entries, changes)
+    told = {alarm["name"]: alarm["steps"] for alarm in alarm_history(entries, view.alarms())}
     assert told["starvation"] == [17, 18] and sum(map(len, told.values())) == 2
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dapo.config import build_config, load_yaml
-from dapo.config.stages import build_stage
+from dapo.config.stages import STAGES, build_stage
 from dapo.errors import UserError
 from dapo.observe.alarms import Alarms
 from dapo.observe.changes import Change, changes_in
@@ -133,12 +133,15 @@ class RunView:
         now = fingerprint_methods(config)
         return [str(found) for found in differences({name: self.fingerprint.get(name) for name in now}, now)]
 
+    def settings(self) -> Any:
+        """The recipe, checked: of a run, or of a stage. Raises UserError: it is of another version."""
+        tree = dict(self.config)
+        return build_stage(tree["stage"], tree) if tree.get("stage") in STAGES else build_config(tree)
+
     def alarms(self) -> Iterator[tuple[int, Mapping[str, str], list[str]]]:
         """Of each step, of a run or a stage, what the alarms found by their names, and what they said: they see nothing
         but metrics and recipe, so it is what they say now. Raises UserError: the recipe is of another version."""
-        tree = dict(self.config)
-        config: Any = build_stage(tree["stage"], tree) if "stage" in tree else build_config(tree)
-        alarms = Alarms(config, self.changes)
+        alarms = Alarms(self.settings(), self.changes)
         for entry in self.metrics:
             if entry["step"]:
                 said = alarms.observe(entry["step"], entry)[1]

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from dapo.commands.ui import curves
-from dapo.commands.ui.curves import alarm_history
 from dapo.observe.changes import Change
 from page_run import step_metrics
 
@@ -129,16 +128,3 @@ def test_the_end_of_a_curve_is_a_mean_of_steps_but_the_last_evaluation() -> None
     assert curves.final(entries, "eval/accuracy") == 0.2
     assert curves.final(entries, "time/elapsed") == 60.0
     assert curves.final(entries, "reward/mean") is None
-
-
-def test_alarms_are_told_again_from_the_metrics() -> None:
-    config = {"model": {"path": "m"}, "reward": {"kind": "exact"}}
-    entries = [{"step": step, "lr": 0.0 if step > 4 else 1e-3, "reward/errors": 0.0} for step in range(1, 10)]
-    first, *others = alarm_history(config, entries)
-    assert first["name"] == "zero learning" and first["steps"] == [7, 8, 9]  # once three steps in a row were 0
-    assert "learning rate is 0" in first["seen"] and first["advice"]
-    assert not any(alarm["steps"] for alarm in others)
-
-
-def test_a_recipe_with_other_keys_has_no_alarms_but_is_no_error() -> None:
-    assert not any(a["steps"] for a in alarm_history({"of": "another version"}, [{"step": 1, "lr": 0.0}]))

@@ -107,6 +107,29 @@ def test_each_key_has_the_default_of_the_config_tree_and_of_its_kind(page: str) 
     assert mine["training.steps"] == TrainingConfig().steps and mine["data.train"] == []
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "reward: {kind: exact}\nmodel: {path: m}\n",
+        "stage: sft\nmodel: {path: m}\ndata: {train: a.jsonl}\nrun: {dir: r}\n",
+    ],
+)
+def test_alarms_and_defaults_are_told_of_runs_and_stages(tmp_path: Path, recipe: str) -> None:
+    folder = page_run(tmp_path / "r", steps=0)
+    folder.config.write_text(recipe)
+    with MetricsLog(folder.metrics) as log:
+        for step in range(1, 10):
+            log.append(step, {"lr": 0.0 if step > 4 else 1e-3, "reward/errors": 0.0})
+    with served(tmp_path) as address:
+        told = get(f"{address}/api/alarms?run=r")[1]
+        assert get(f"{address}/api/config?run=r")[1]["defaults"][0]["training.weight_decay"] is not None
+    by_name = {alarm["name"]: alarm for alarm in told["alarms"]}
+    first = by_name.pop("zero learning")
+    assert told["readable"] and first["steps"] == [7, 8, 9]  # once three steps in a row were 0
+    assert "learning rate is 0" in first["seen"] and first["advice"]
+    assert not any(alarm["steps"] for alarm in by_name.values())
+
+
 def test_the_defaults_of_another_version_are_not_known(tmp_path: Path) -> None:
     page_run(tmp_path / "r").config.write_text("of: another version\n")
     with served(tmp_path) as address:

@@ -10,10 +10,9 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from dapo.config import Config, build_config, flat
+from dapo.config import flat
 from dapo.config.plan import steps_that_fit
-from dapo.errors import UserError
-from dapo.observe.alarms import RULES, Alarms
+from dapo.observe.alarms import RULES
 from dapo.observe.changes import Change
 from dapo.observe.metrics import METRICS, PHASES
 from dapo.observe.run_view import HACKING
@@ -187,23 +186,19 @@ def final(entries: Sequence[Entry], name: str, over: int = 10) -> float | None:
 
 
 def alarm_history(
-    config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], changes: Sequence[Change] = ()
+    entries: Sequence[Entry], raised: Iterable[tuple[int, Mapping[str, str], list[str]]]
 ) -> list[dict[str, Any]]:
-    """Rules whose metrics there are, raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last."""
-    recipe = readable_recipe(config)
+    """Rules whose metrics there are, raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last.
+    ``raised``: as ``RunView.alarms`` has them."""
     found: dict[str, dict[str, Any]] = {
         rule.name: {"name": rule.name, "advice": rule.advice, "reads": list(rule.reads), "steps": [], "seen": None}
         for rule in RULES
         if any(entry.get(name) is not None for entry in entries for name in rule.reads)
     }
-    alarms = None if recipe is None else Alarms(recipe, changes)
-    for entry in entries if alarms is not None else ():
-        if alarms is not None and (step := entry.get("step")):
-            alarms.observe(step, entry)
-            alarms.settle()
-            for name, seen in alarms.found.items():
-                found[name]["steps"].append(step)
-                found[name]["seen"] = seen
+    for step, seen, _ in raised:
+        for name, text in seen.items():
+            found[name]["steps"].append(step)
+            found[name]["seen"] = text
     return sorted(found.values(), key=lambda alarm: -(alarm["steps"] or [0])[-1])
 
 
@@ -221,14 +216,6 @@ def hacking_history(steps: Mapping[str, Sequence[int]], checked: bool) -> list[d
         for sign, seen in HACKING.items()
         if checked or sign == "length" or sign in steps
     ]
-
-
-def readable_recipe(config: Mapping[str, Any]) -> Config | None:
-    """None: it is of a version with other keys."""
-    try:
-        return build_config(dict(config))
-    except UserError:
-        return None
 
 
 def _phases_of(entry: Entry) -> list[float]:

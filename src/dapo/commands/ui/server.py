@@ -180,7 +180,7 @@ def config(views: Views) -> dict[str, Any]:
     return {
         "values": {key: [table.get(key) for table in tables] for table in tables for key in table},
         "differing": curves.differing(tables),
-        "defaults": [_defaults(view.config) for view in views.values()],
+        "defaults": [_defaults(view) for view in views.values()],
     }
 
 
@@ -203,13 +203,16 @@ def _with_tokens(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What each key of a recipe has where nothing is said; required ones are left out."""
-    recipe = curves.readable_recipe(config)
-    if recipe is None:
+def _defaults(view: RunView) -> dict[str, Any] | None:
+    """What each key of the recipe has where nothing is said; required ones are left out. None: of another version."""
+    try:
+        recipe = view.settings()
+    except UserError:
         return None
     found = {name: key.default for name, key in keys_in(recipe).items() if not key.required}
-    return dict(flat(plain(found | {"reward.kind": Config.model_fields["reward"].default.kind})))
+    if isinstance(recipe, Config):
+        found["reward.kind"] = Config.model_fields["reward"].default.kind
+    return dict(flat(plain(found)))
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -240,11 +243,14 @@ def _resources(path: Path) -> list[dict[str, Any]]:
 @router.get("/alarms")
 def alarms(run: RunAsked) -> dict[str, Any]:
     view = run.view
-    raised = curves.alarm_history(view.config, view.metrics, view.changes)
+    try:
+        raised, readable = list(view.alarms()), True
+    except UserError:  # of another version
+        raised, readable = [], False
     checked = any(entry.get("monitor/check") is not None for entry in view.metrics)
     return {
-        "readable": curves.readable_recipe(view.config) is not None,
-        "alarms": [*curves.hacking_history(view.hacking, checked), *raised],
+        "readable": readable,
+        "alarms": [*curves.hacking_history(view.hacking, checked), *curves.alarm_history(view.metrics, raised)],
         "warnings": view.warnings(),
         "steps": view.steps_done,
     }
