@@ -6,6 +6,7 @@ and the distilled policy on held-out prompts. Everything lies in one folder; wha
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,12 +119,12 @@ def _claim(plan: Plan, config: Config, resume: bool) -> None:
 def _sampled(config: Config, files: Sequence[str], place: Path, listener: Listener) -> list[Candidates]:
     """The rows of ``files``, each with samples as its candidates: from ``place``, or made and written there."""
     if not place.is_file():
-        tables = [open_table(DataItem(path=file)) for file in files]
-        rows = [plain_value(table.raw(number)) for table in tables for number in range(len(table))]
-        texts: list[list[str]] = [[] for _ in rows]
         sampling = with_values(config, {"evaluation.data": [DataItem(path=file) for file in files]})
+        texts = defaultdict[int, list[str]](list)
         generate_responses(sampling, (), listener, lambda one: texts[one.prompt_number - 1].append(one.text))
-        lines = ({**row, "candidates": several} for row, several in zip(rows, texts, strict=True))
+        tables = [open_table(DataItem(path=file)) for file in files]  # afterwards: what cannot be used was refused
+        rows = (plain_value(table.raw(number)) for table in tables for number in range(len(table)))
+        lines = ({**row, "candidates": texts[number]} for number, row in enumerate(rows))
         write_atomic(place, map(json_line, lines))
     return read_candidates([str(place)])
 

@@ -1,5 +1,6 @@
 """Live prompts: they are drawn once, once more for each feedback, expire, and are not used again by a resumed run."""
 
+import io
 import json
 from pathlib import Path
 
@@ -111,6 +112,24 @@ def test_half_a_line_is_left_for_later_and_bad_ones_are_named(journal):
     assert taken(rows) == [("2", "2")] and "there before" in journal.told[3] and "must be text" in journal.told[4]
     journal.file.write_text('{"id": 9, "prompt": "new", "answer": 9}\n')
     assert taken(rows) == [("9", "9")] and "read anew" in journal.told[-1]
+
+
+def test_the_rest_of_a_line_that_is_written_while_it_is_read_is_no_line(journal, monkeypatch):
+    half, rest = '{"id": 1, "pro', 'mpt": "p", "answer": 1}\n'
+
+    class Grows(io.FileIO):
+        def readinto(self, buffer, /):
+            if not (count := super().readinto(buffer)):  # the end was seen
+                io.FileIO(journal.file, "w").write((half + rest).encode())
+            return count
+
+    rows = journal.rows()
+    journal.file.write_text(half)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode: io.BufferedReader(Grows(path)))
+        assert taken(rows) == []
+    journal.file.write_text(half + rest)
+    assert taken(rows) == [("1", "1")] and journal.told == []
 
 
 def test_a_file_that_was_replaced_is_read_anew_and_one_that_cannot_be_read_is_named(journal):

@@ -78,6 +78,13 @@ def test_it_makes_rows_trains_and_tells_the_gain(task: dict[str, Path], method: 
     assert "other settings" in " ".join(other[1].split())  # the model was not distilled from this one
 
 
+@pytest.mark.parametrize("line", ["{bad", '{"prompt": "1+1=", "answer": "2", "x": ' + "[" * 900 + "]" * 900 + "}"])
+def test_a_row_that_cannot_be_used_is_named(task: dict[str, Path], line: str) -> None:
+    task["--data"].write_text(line + "\n")
+    code, said = distil(task)
+    assert code == 2 and "train.jsonl:1: n" in "".join(said.split("\n")), said
+
+
 def test_a_filter_that_lets_nothing_through_is_told(task: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps({"ranker": "x", "models": {"*": {"threshold": 1e9}}}))
     code, said = distil(task, "--calibration", str(tmp_path / "t.json"), "--samples", "2")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import dapo
 from dapo.data.rows import BadRow, PythonRows
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
+from dapo.model.loading import load_model
 from dapo.ranking.measures import agreement, best_of, best_of_n, least_sure, summary
 from dapo.ranking.rows import Candidates, candidates, read_candidates
 from dapo.ranking.score import Scored, is_reward_model, load_ranker, score_rows
@@ -235,3 +236,19 @@ def test_agreement_and_the_pairs_to_ask_about() -> None:
 def test_a_reward_model_is_known_by_its_files(name: str, text: str, ranks: bool, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert is_reward_model(str(tmp_path)) is ranks
+
+
+def test_a_reference_that_could_not_be_loaded_is_loaded_when_asked_again(policy: Path, monkeypatch) -> None:
+    scorer, loaded = load_ranker(policy), list[str]()
+
+    def load(path: str, *how: object) -> torch.nn.Module:
+        loaded.append(path)
+        if len(loaded) == 2:
+            raise ModelError("not there yet")
+        return load_model(path, *how)
+
+    monkeypatch.setattr("dapo.model.loading.load_model", load)
+    with pytest.raises(ModelError, match="not there yet"):
+        scorer._load()
+    scorer._load()
+    assert len(loaded) == 3 and loaded[1] == loaded[2] != loaded[0]

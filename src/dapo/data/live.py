@@ -97,8 +97,9 @@ class LiveRows:
             for line in file:
                 if self._offset > most:
                     break
-                if not line.endswith(b"\n"):  # the last one
-                    continue
+                if not line.endswith(b"\n"):  # the last one; what is written next would be read as a line of its own
+                    self._size = size
+                    break
                 self._offset, self._line = self._offset + len(line), self._line + 1
                 self._tail = line[-200:].decode("latin-1")
                 try:

@@ -65,7 +65,7 @@ class _Environment:
                 said = said and self._cut(str(said))
             elif not said or not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said):
                 raise RewardError('environment: reset must return text or messages, {"role": ..., "content": ...}')
-            return {"begun": said, "last_turn": last_turn}
+            return {"begun": said, "last_turn": self._cut(last_turn)}
 
         return _tried("reset", begun)
 

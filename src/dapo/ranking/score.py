@@ -211,12 +211,12 @@ class ImplicitScorer(Scorer):
             from dapo.model.loading import context_limit, load_model
             from dapo.training.policy import Policy
 
-            if self._policies:
+            if len(self._policies) == 2:
                 return
             prompting = load_prompting(self._config)
             config, dtype = prompting.config, torch.float32  # differences of sums: bfloat16 would decide the order
             self._text = PolicyText(prompting.template, prompting.tokenizer, config.data.template != "plain")
-            for path in (config.model.path, self._reference):
+            for path in (config.model.path, self._reference)[len(self._policies) :]:  # where a load failed, it goes on
                 model = load_model(path, dtype, config.model.trust_remote_code, config.runtime.device)
                 self._longest = min(self._longest, context_limit(model.config.get_text_config()) or _LONGEST)
                 self._policies.append(Policy(model.requires_grad_(False), 1.0, _LONGEST))

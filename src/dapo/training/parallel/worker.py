@@ -109,7 +109,7 @@ class RankWorker:
 
         Args:
             sharded: FSDP2, or the whole model on each rank, as an adapter's has to be.
-            cpu_offload: of a sharded model, see :class:`~dapo.training.parallel.holding.Sharded`.
+            cpu_offload: of a sharded model, see :class:`~dapo.training.parallel.sharded.Sharded`.
             objective: in place of the recipe's.
 
         Raises:
