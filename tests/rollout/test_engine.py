@@ -30,6 +30,7 @@ from dapo.rollout.engine import (
     hand_over,
     some_elements,
 )
+from dapo.rollout.native import slots
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.native.slots import slot_decoder
 from helpers import random_model
@@ -260,15 +261,24 @@ def test_a_thread_that_dies_leaves_nobody_waiting() -> None:
     asyncio.run(run())
 
 
-def test_sleep_gives_the_cache_back_and_the_next_request_takes_it_again() -> None:
+@pytest.mark.parametrize("little", [False, True])
+def test_sleep_gives_the_cache_back_unless_it_is_little(little: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after it has the same bits, on pages that others have written to and on new ones."""
+    if not little:
+        monkeypatch.setattr(slots, "KEPT_BYTES", 0)
+
+    async def tokens(engine: Any, seed: int) -> list[tuple[bytes, bytes]]:
+        request = Request(0, (5,), (seed,), PLAIN)
+        return [(s.token_ids.tobytes(), s.logprobs.tobytes()) async for s in engine.generate([request])]
+
     async def run() -> None:
         engine = make_engine()
-        assert len([s async for s in engine.generate([Request(0, (5,), (1,), PLAIN)])]) == 1
+        before, _ = await tokens(engine, 1), await tokens(engine, 2)
         assert engine._decoder._runner.keys
         await engine.sleep()
-        assert not engine._decoder._runner.keys
+        assert bool(engine._decoder._runner.keys) == little
         await engine.wake()
-        assert len([s async for s in engine.generate([Request(0, (5,), (1,), PLAIN)])]) == 1
+        assert len(before) == 1 and await tokens(engine, 1) == before
         await engine.close()
 
     asyncio.run(run())

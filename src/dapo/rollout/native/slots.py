@@ -30,6 +30,7 @@ from dapo.rollout.native.sampler import RowSettings, sample, top_logprobs, unifo
 from dapo.rollout.native.stopping import StopTexts
 from dapo.util.files import size_text
 
+KEPT_BYTES = 2**26  # of keys and values, which stay when the engine sleeps: the system would clear all pages again
 PREFILL_TOKENS = 4096  # prompts computed in one pass: enough to fill the cores, little memory
 
 
@@ -79,7 +80,7 @@ class _Prompt:
 class SlotRunner(RowsRunner):
     """Implements :class:`~dapo.rollout.native.runner.Runner` over ``[rows, Hkv, tokens, D]`` in each layer.
 
-    Memory is taken page by page as sequences reach it, and given back by :meth:`sleep`.
+    Memory is taken page by page as sequences reach it, and given back by :meth:`sleep` unless it is little.
     """
 
     def __init__(self, model: Any, stop_ids: Sequence[int], slots: int, max_tokens: int, pinned: bool = False) -> None:
@@ -99,6 +100,7 @@ class SlotRunner(RowsRunner):
         self.pinned = pinned
         self._shape = (slots, heads, max_tokens, dim)
         self._dtype = next(model.parameters()).dtype
+        self._bytes = 2 * self.layers * math.prod(self._shape) * self._dtype.itemsize
         self.keys: list[Tensor]
         self.values: list[Tensor]
         self._take_memory()  # pages that nobody writes cost nothing: where it fails, it does so before there is work
@@ -206,7 +208,8 @@ class SlotRunner(RowsRunner):
         rows_of["lengths"][rows] = np.where(stays, lengths + 1, IDLE)
 
     def sleep(self) -> None:
-        self.keys, self.values = [], []
+        if self._bytes > KEPT_BYTES:
+            self.keys, self.values = [], []
 
     def wake(self) -> None:
         """Nothing to do: memory is taken with the next start."""
@@ -215,9 +218,9 @@ class SlotRunner(RowsRunner):
         try:
             stores = [untouched_zeros(self._shape, self._dtype) for _ in range(2 * self.layers)]
         except (OSError, OverflowError, ValueError, MemoryError):
-            slots, size = self._shape[0], 2 * self.layers * math.prod(self._shape) * self._dtype.itemsize
             raise ModelError(
-                f"keys and values of {slots:,} sequences of {self.max_tokens:,} tokens take {size_text(size)}, "
+                f"keys and values of {self._shape[0]:,} sequences of {self.max_tokens:,} tokens take "
+                f"{size_text(self._bytes)}, "
                 "which this machine does not give; lower rollout.max_concurrent_samples or rollout.max_response_length"
             ) from None
         self.keys, self.values = stores[::2], stores[1::2]  # both or neither
@@ -246,8 +249,8 @@ class _Decode:
         self._keys, self._values = slots.keys, slots.values
         self._row = torch.arange(rows)
         self.position_ids = slots.state.lengths[:rows].clamp(min=0).long()
-        longest = int(self.position_ids.max()) + 1
-        self._reach = slots.max_tokens if slots.pinned else min(slots.max_tokens, _bucket(longest))
+        longest = slots.max_tokens if slots.pinned else int(self.position_ids.max()) + 1
+        self._reach = min(slots.max_tokens, -(-longest // 16) * 16)  # few shapes, and little read beyond the longest
         self._distance = self.position_ids[:, None, None, None] - torch.arange(self._reach)
         self._visible: dict[int | None, Tensor] = {}
 
@@ -265,8 +268,3 @@ class _Decode:
             visible = self._distance >= 0
             self._visible[window] = visible if window is None else visible & (self._distance < window)
         return self._visible[window]
-
-
-def _bucket(tokens: int) -> int:
-    """The reach of a decode step: rounded up, so that few shapes occur and little beyond the longest row is read."""
-    return -(-tokens // 16) * 16
