@@ -3,6 +3,8 @@
 from datetime import date, timedelta
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers_for_tests import CHAT, CHAT_WITH_BOS, byte_tokenizer, char_tokenizer, sentencepiece_tokenizer
 
 from dapo.config import DataConfig
@@ -198,3 +200,39 @@ def test_a_date_in_any_form_and_nothing_else_of_the_template_changes(wanted, fou
     )
     plain = char_tokenizer(chat_template=before + "  {% if true %}\n{{ '" + found + "' }}{% endif %}" + CHAT)
     assert rendered(tokenizer, "hi", today="2024-02-05") == rendered(plain, "hi")
+
+
+REFUSING = "{% if 'refuse' in messages[-1]['content'] %}{{ raise_exception('no') }}{% endif %}" + CHAT_WITH_BOS
+TOKENIZERS = {
+    "bos-and-eos": char_tokenizer(adds_bos=True, adds_eos=True),
+    "chat": char_tokenizer(adds_bos=True, chat_template=CHAT_WITH_BOS),
+    "refusing": char_tokenizer(chat_template=REFUSING),
+    "bytes": byte_tokenizer(special=("<s>", "<think>"), chat_template=CHAT),
+}
+TEXTS = st.text(max_size=30) | st.sampled_from(
+    ["", "<s>", "a<s><s>", "<e>", "please refuse", "<think>x", "数学 🙂 e\u0301"]
+)
+PROMPTS = TEXTS | st.tuples(TEXTS, TEXTS).map(
+    lambda said: tuple({"role": role, "content": text} for role, text in zip(("system", "user"), said, strict=True))
+)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("kind", ["plain", "dapo", "chat"])
+@pytest.mark.parametrize("rows", [None, 60])  # of the embedding: most texts hold a token beyond 60
+@given(prompts=st.lists(PROMPTS, max_size=6))
+def test_many_at_once_are_as_one_by_one(name, kind, rows, prompts):
+    tokenizer = TOKENIZERS[name]
+    if kind == "chat" and not tokenizer.chat_template:
+        return
+    template = PromptTemplate(DataConfig(template=kind, system="S", instruction=" Go."), tokenizer, rows)
+
+    def alone(prompt):
+        try:
+            return template.encode(prompt)
+        except DataError as error:
+            return error
+
+    found, wanted = template.encode_all(prompts), [alone(prompt) for prompt in prompts]
+    assert [*map(repr, found)] == [*map(repr, wanted)]
+    assert all(type(token) is int for ids in found if isinstance(ids, list) for token in ids)

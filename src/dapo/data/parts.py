@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ def open_table(item: DataItem) -> Table:
 
 CHECKED_ROWS = 10_000
 """Rows that are looked at before anything else is loaded."""
+_AT_ONCE = 500
+"""Rows that are tokenized together."""
 
 DataInput = Sequence[str | DataItem] | Sequence[Mapping[str, Any]] | Table
 """Files and data sets, or rows from Python."""
@@ -169,9 +171,34 @@ def names_of(rows: Rows) -> str:
 def encode(row: Row, template: PromptTemplate) -> tuple[int, ...]:
     """Raises BadRow: the template refuses the row, or there is nothing in it."""
     try:
-        ids = template.encode(row.prompt)
+        return _some(row, template.encode(row.prompt))
     except DataError as error:
-        raise BadRow(" ".join(str(error).split())) from None
+        return _some(row, error)
+
+
+def encode_all(
+    places: Iterable[tuple[Rows, int]], template: PromptTemplate
+) -> Iterator[tuple[Row, tuple[int, ...]] | BadRow]:
+    """Each of the rows with its token ids, or why it cannot be used; many are tokenized at once."""
+    left = iter(places)
+    while some := list(islice(left, _AT_ONCE)):
+        read: list[Row | BadRow] = []
+        for rows, number in some:
+            try:
+                read.append(rows[number])
+            except BadRow as fault:
+                read.append(fault)
+        ids = iter(template.encode_all([row.prompt for row in read if isinstance(row, Row)]))
+        for row in read:
+            try:
+                yield row if isinstance(row, BadRow) else (row, _some(row, next(ids)))
+            except BadRow as fault:
+                yield fault
+
+
+def _some(row: Row, ids: list[int] | DataError) -> tuple[int, ...]:
+    if isinstance(ids, DataError):
+        raise BadRow(" ".join(str(ids).split())) from None
     if not ids:
         raise BadRow(f"the tokenizer makes no tokens of this prompt: {row.text[:60]!r}")
     return tuple(ids)

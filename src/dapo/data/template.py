@@ -181,15 +181,32 @@ class PromptTemplate:
         messages = self.messages(prompt)
         if self._uses_chat:
             return self._checked(self._chat_ids(messages))
-        return self.encode_text("\n\n".join(message["content"] for message in messages))
+        return self.encode_text(_joined(messages))
+
+    def encode_all(self, prompts: Sequence[str | Messages]) -> list[list[int] | DataError]:
+        """What :meth:`encode` gives for each, or raises. At once, for which a fast tokenizer takes all cores."""
+        every = [self.messages(prompt) for prompt in prompts]
+        try:
+            if self._uses_chat:
+                found = [list(ids) for ids in self._chat_ids(every)]
+            else:
+                made = self._tokenizer([*map(_joined, every)], add_special_tokens=True)["input_ids"]
+                found = [self._without_end(list(ids)) for ids in made]
+            if len(found) == len(every):
+                return [_or_error(self._checked, ids) for ids in found]
+        except Exception:  # of one of them, which its own turn names
+            pass
+        return [_or_error(self.encode, prompt) for prompt in prompts]
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a text as it is, without a template. Raises DataError: the model lacks one of the tokens."""
+        return self._checked(self._without_end(list(self._tokenizer(text, add_special_tokens=True)["input_ids"])))
+
+    def _without_end(self, ids: list[int]) -> list[int]:
         eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
-        ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
         while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):  # some tokenizers end every text with it
             ids = ids[:-1]
-        return self._checked(ids)
+        return ids
 
     def _checked(self, ids: list[int]) -> list[int]:
         bos = self._tokenizer.bos_token_id
@@ -262,8 +279,9 @@ class PromptTemplate:
         last = max((place for place, token in enumerate(tail) if token in self.control), default=-1)
         return self.decode(tail[last + 1 :])[-_END_CHARACTERS:]
 
-    def apply(self, messages: Sequence[Mapping[str, str]], **how: Any) -> Any:
-        """The tokenizer's chat template, with what the recipe gives it. ``how``: as Transformers has it."""
+    def apply(self, messages: Sequence[Any], **how: Any) -> Any:
+        """The tokenizer's chat template, with what the recipe gives it, for one conversation or a list of several.
+        ``how``: as Transformers has it."""
         return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **self._how, **how)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
@@ -336,12 +354,23 @@ class PromptTemplate:
             messages.insert(0, {"role": "system", "content": config.system})
         return list(messages)
 
-    def _chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def _chat_ids(self, messages: Sequence[Any]) -> list[Any]:
         try:
             ids = self.apply(messages, tokenize=True, add_generation_prompt=True)
         except Exception as error:  # templates raise their own kinds, such as for a role that they do not know
             raise DataError(f"the tokenizer's chat template refuses the prompt: {error}") from None
         return list(ids)
+
+
+def _joined(messages: Sequence[Mapping[str, str]]) -> str:
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def _or_error(make: Callable[[Any], list[int]], value: Any) -> list[int] | DataError:
+    try:
+        return make(value)
+    except DataError as error:
+        return error
 
 
 def lost_letters(prompt: Prompt, decode: Callable[[list[int]], str]) -> list[str]:

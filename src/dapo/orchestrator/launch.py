@@ -11,6 +11,7 @@ from dapo.observe.progress import Listener
 from dapo.orchestrator.experiment import Experiment
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.util.asynchronous import event_loop
+from dapo.util.memory import collect_from_now_on
 from dapo.util.shutdown import Shutdown, Stopped, awake_for_signals
 
 
@@ -80,6 +81,7 @@ def run_to_end(experiment: Runnable, shutdown: Shutdown | None = None) -> dict[s
 
     with event_loop() as run:
         run(guarded(experiment.check()))
+        collect_from_now_on()  # a model that is loaded leaves larger things behind
         try:  # not in the loop, which would hear a signal only once the model is loaded
             experiment.load(lambda work: run(guarded(work)))
         except BaseException as error:
