@@ -3,11 +3,13 @@
 from datetime import date, timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import CHAT, CHAT_WITH_BOS, byte_tokenizer, char_tokenizer, sentencepiece_tokenizer
 
 from dapo.config import DataConfig
+from dapo.data.parts import Part, Rows, encode, encode_all
+from dapo.data.rows import BadRow, Keys, PythonRows
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError
 
@@ -220,19 +222,25 @@ PROMPTS = TEXTS | st.tuples(TEXTS, TEXTS).map(
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("kind", ["plain", "dapo", "chat"])
 @pytest.mark.parametrize("rows", [None, 60])  # of the embedding: most texts hold a token beyond 60
-@given(prompts=st.lists(PROMPTS, max_size=6))
+@settings(max_examples=25, deadline=None)
+@given(prompts=st.lists(PROMPTS, min_size=1, max_size=6))
 def test_many_at_once_are_as_one_by_one(name, kind, rows, prompts):
     tokenizer = TOKENIZERS[name]
     if kind == "chat" and not tokenizer.chat_template:
         return
     template = PromptTemplate(DataConfig(template=kind, system="S", instruction=" Go."), tokenizer, rows)
+    said = [one if isinstance(one, str) else list(one) for one in prompts]
+    table = Rows(
+        [Part(PythonRows([{"prompt": one} for one in said], "prompts"), Keys(answer_required=False), "prompts")]
+    )
 
-    def alone(prompt):
+    def alone(number):
         try:
-            return template.encode(prompt)
-        except DataError as error:
-            return error
+            row = table[number]
+            return row, encode(row, template)
+        except BadRow as fault:
+            return fault
 
-    found, wanted = template.encode_all(prompts), [alone(prompt) for prompt in prompts]
-    assert [*map(repr, found)] == [*map(repr, wanted)]
-    assert all(type(token) is int for ids in found if isinstance(ids, list) for token in ids)
+    found = list(encode_all(((table, number) for number in range(len(prompts))), template))
+    assert [*map(repr, found)] == [repr(alone(number)) for number in range(len(prompts))]
+    assert all(type(token) is int for one in found if isinstance(one, tuple) for token in one[1])

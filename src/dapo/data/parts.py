@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, islice, repeat
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +169,16 @@ def names_of(rows: Rows) -> str:
     return ", ".join(part.table.name for part in rows.parts)
 
 
-def encode(row: Row, template: PromptTemplate) -> tuple[int, ...]:
-    """Raises BadRow: the template refuses the row, or there is nothing in it."""
+def encode(row: Row, template: PromptTemplate, ids: Sequence[int] | None = None) -> tuple[int, ...]:
+    """``ids``: what the template makes of the row, if it is known.
+    Raises BadRow: the template refuses the row, or there is nothing in it."""
     try:
-        return _some(row, template.encode(row.prompt))
+        ids = template.encode(row.prompt) if ids is None else ids
     except DataError as error:
-        return _some(row, error)
+        raise BadRow(" ".join(str(error).split())) from None
+    if not ids:
+        raise BadRow(f"the tokenizer makes no tokens of this prompt: {row.text[:60]!r}")
+    return tuple(ids)
 
 
 def encode_all(
@@ -182,23 +187,17 @@ def encode_all(
     """Each of the rows with its token ids, or why it cannot be used; many are tokenized at once."""
     left = iter(places)
     while some := list(islice(left, _AT_ONCE)):
-        read: list[Row | BadRow] = []
-        for rows, number in some:
-            try:
-                read.append(rows[number])
-            except BadRow as fault:
-                read.append(fault)
-        ids = iter(template.encode_all([row.prompt for row in read if isinstance(row, Row)]))
+        read = [_tried(getitem, *place) for place in some]
+        known: Iterator[list[int] | None] = repeat(None)
+        with suppress(DataError):  # of one of them, which its own turn names
+            known = iter(template.encode_all([row.prompt for row in read if isinstance(row, Row)]))
         for row in read:
-            try:
-                yield row if isinstance(row, BadRow) else (row, _some(row, next(ids)))
-            except BadRow as fault:
-                yield fault
+            ids = row if isinstance(row, BadRow) else _tried(encode, row, template, next(known))
+            yield ids if isinstance(ids, BadRow) else (row, ids)
 
 
-def _some(row: Row, ids: list[int] | DataError) -> tuple[int, ...]:
-    if isinstance(ids, DataError):
-        raise BadRow(" ".join(str(ids).split())) from None
-    if not ids:
-        raise BadRow(f"the tokenizer makes no tokens of this prompt: {row.text[:60]!r}")
-    return tuple(ids)
+def _tried(make: Callable[..., Any], *given: Any) -> Any:
+    try:
+        return make(*given)
+    except BadRow as fault:
+        return fault

@@ -178,35 +178,29 @@ class PromptTemplate:
         """Token ids of a prompt. With a chat template the template is the authority on special tokens, otherwise the
         tokenizer; either way there is at most one BOS token, and a plain prompt does not end with EOS.
         Raises DataError: the tokenizer's chat template refuses the messages, or the model lacks one of the tokens."""
-        messages = self.messages(prompt)
-        if self._uses_chat:
-            return self._checked(self._chat_ids(messages))
-        return self.encode_text(_joined(messages))
+        if self._uses_chat:  # and not as one of several: not every class of tokenizers takes those
+            return self._checked(self._chat_ids(self.messages(prompt)))
+        return self.encode_all([prompt])[0]
 
-    def encode_all(self, prompts: Sequence[str | Messages]) -> list[list[int] | DataError]:
-        """What :meth:`encode` gives for each, or raises. At once, for which a fast tokenizer takes all cores."""
+    def encode_all(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
+        """As :meth:`encode` for each, at once, for which a fast tokenizer takes all cores. Raises DataError: of one."""
         every = [self.messages(prompt) for prompt in prompts]
-        try:
-            if self._uses_chat:
-                found = [list(ids) for ids in self._chat_ids(every)]
-            else:
-                made = self._tokenizer([*map(_joined, every)], add_special_tokens=True)["input_ids"]
-                found = [self._without_end(list(ids)) for ids in made]
-            if len(found) == len(every):
-                return [_or_error(self._checked, ids) for ids in found]
-        except Exception:  # of one of them, which its own turn names
-            pass
-        return [_or_error(self.encode, prompt) for prompt in prompts]
+        if self._uses_chat:
+            return [self._checked(list(ids)) for ids in self._chat_ids(every)]
+        return self._text_ids(["\n\n".join(message["content"] for message in messages) for messages in every])
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a text as it is, without a template. Raises DataError: the model lacks one of the tokens."""
-        return self._checked(self._without_end(list(self._tokenizer(text, add_special_tokens=True)["input_ids"])))
+        return self._text_ids([text])[0]
 
-    def _without_end(self, ids: list[int]) -> list[int]:
+    def _text_ids(self, texts: list[str]) -> list[list[int]]:
         eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
-        while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):  # some tokenizers end every text with it
-            ids = ids[:-1]
-        return ids
+        made = self._tokenizer(texts, add_special_tokens=True)["input_ids"] if texts else []
+        every = [list(ids) for ids in made]
+        for ids in every:
+            while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):  # some tokenizers end every text with it
+                ids.pop()
+        return [*map(self._checked, every)]
 
     def _checked(self, ids: list[int]) -> list[int]:
         bos = self._tokenizer.bos_token_id
@@ -360,17 +354,6 @@ class PromptTemplate:
         except Exception as error:  # templates raise their own kinds, such as for a role that they do not know
             raise DataError(f"the tokenizer's chat template refuses the prompt: {error}") from None
         return list(ids)
-
-
-def _joined(messages: Sequence[Mapping[str, str]]) -> str:
-    return "\n\n".join(message["content"] for message in messages)
-
-
-def _or_error(make: Callable[[Any], list[int]], value: Any) -> list[int] | DataError:
-    try:
-        return make(value)
-    except DataError as error:
-        return error
 
 
 def lost_letters(prompt: Prompt, decode: Callable[[list[int]], str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
@@ -11,7 +12,6 @@ from dapo.observe.progress import Listener
 from dapo.orchestrator.experiment import Experiment
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.util.asynchronous import event_loop
-from dapo.util.memory import collect_from_now_on
 from dapo.util.shutdown import Shutdown, Stopped, awake_for_signals
 
 
@@ -81,7 +81,9 @@ def run_to_end(experiment: Runnable, shutdown: Shutdown | None = None) -> dict[s
 
     with event_loop() as run:
         run(guarded(experiment.check()))
-        collect_from_now_on()  # a model that is loaded leaves larger things behind
+        if not gc.isenabled():  # put off by util.memory.collecting_later; a model leaves larger things behind
+            gc.freeze()
+            gc.enable()
         try:  # not in the loop, which would hear a signal only once the model is loaded
             experiment.load(lambda work: run(guarded(work)))
         except BaseException as error:

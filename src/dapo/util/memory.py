@@ -20,19 +20,12 @@ def peak_memory() -> int:
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """Inside of the block no cycles of objects are collected until :func:`collect_from_now_on`. What a start makes
+    """No cycles of objects are collected until a model is loaded, or the block ends. What a start makes before that
     (modules, a vocabulary) stays, and looking through it again and again takes a fifth of its time."""
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
-
-
-def collect_from_now_on() -> None:
-    """Collect again, if it was put off, and never look through what there is already."""
-    if not gc.isenabled():
-        gc.freeze()
         gc.enable()
 
 
