@@ -42,8 +42,7 @@ def open_table(item: DataItem) -> Table:
 
 CHECKED_ROWS = 10_000
 """Rows that are looked at before anything else is loaded."""
-_AT_ONCE = 500
-"""Rows that are tokenized together."""
+_AT_ONCE = 500  # rows that are tokenized together
 
 DataInput = Sequence[str | DataItem] | Sequence[Mapping[str, Any]] | Table
 """Files and data sets, or rows from Python."""
