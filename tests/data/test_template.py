@@ -3,9 +3,13 @@
 from datetime import date, timedelta
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers_for_tests import CHAT, CHAT_WITH_BOS, byte_tokenizer, char_tokenizer, sentencepiece_tokenizer
 
 from dapo.config import DataConfig
+from dapo.data.parts import Part, Rows, encode, encode_all
+from dapo.data.rows import BadRow, Keys, PythonRows
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError
 
@@ -198,3 +202,45 @@ def test_a_date_in_any_form_and_nothing_else_of_the_template_changes(wanted, fou
     )
     plain = char_tokenizer(chat_template=before + "  {% if true %}\n{{ '" + found + "' }}{% endif %}" + CHAT)
     assert rendered(tokenizer, "hi", today="2024-02-05") == rendered(plain, "hi")
+
+
+REFUSING = "{% if 'refuse' in messages[-1]['content'] %}{{ raise_exception('no') }}{% endif %}" + CHAT_WITH_BOS
+TOKENIZERS = {
+    "bos-and-eos": char_tokenizer(adds_bos=True, adds_eos=True),
+    "chat": char_tokenizer(adds_bos=True, chat_template=CHAT_WITH_BOS),
+    "refusing": char_tokenizer(chat_template=REFUSING),
+    "bytes": byte_tokenizer(special=("<s>", "<think>"), chat_template=CHAT),
+}
+TEXTS = st.text(max_size=30) | st.sampled_from(
+    ["", "<s>", "a<s><s>", "<e>", "please refuse", "<think>x", "数学 🙂 e\u0301"]
+)
+PROMPTS = TEXTS | st.tuples(TEXTS, TEXTS).map(
+    lambda said: tuple({"role": role, "content": text} for role, text in zip(("system", "user"), said, strict=True))
+)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("kind", ["plain", "dapo", "chat"])
+@pytest.mark.parametrize("rows", [None, 60])  # of the embedding: most texts hold a token beyond 60
+@settings(max_examples=25, deadline=None)
+@given(prompts=st.lists(PROMPTS, min_size=1, max_size=6))
+def test_many_at_once_are_as_one_by_one(name, kind, rows, prompts):
+    tokenizer = TOKENIZERS[name]
+    if kind == "chat" and not tokenizer.chat_template:
+        return
+    template = PromptTemplate(DataConfig(template=kind, system="S", instruction=" Go."), tokenizer, rows)
+    said = [one if isinstance(one, str) else list(one) for one in prompts]
+    table = Rows(
+        [Part(PythonRows([{"prompt": one} for one in said], "prompts"), Keys(answer_required=False), "prompts")]
+    )
+
+    def alone(number):
+        try:
+            row = table[number]
+            return row, encode(row, template)
+        except BadRow as fault:
+            return fault
+
+    found = list(encode_all(((table, number) for number in range(len(prompts))), template))
+    assert [*map(repr, found)] == [repr(alone(number)) for number in range(len(prompts))]
+    assert all(type(token) is int for one in found if isinstance(one, tuple) for token in one[1])

@@ -89,6 +89,7 @@ def _stage(
     from dapo.config.stages import load_stage
     from dapo.observe.progress import make_listener
     from dapo.observe.run_folder import RunFolder
+    from dapo.util.memory import collecting_later
 
     if resume is not None and recipe is not None and is_setting(recipe):
         changes, recipe = [recipe, *changes], None
@@ -107,7 +108,7 @@ def _stage(
         show_plan(config)
         return
     require_files(cast("Config", config), existing_recipe(recipe) if recipe else None)
-    with closing(make_listener(quiet)) as listener:
+    with closing(make_listener(quiet)) as listener, collecting_later():
         again = f"dapo {stage.replace('_', '-')} " + (f"{recipe} --curve {curve}" if curve else "--resume {run}")
         with stopped_by_signals(config.run.stop_within_s, resume, again) as shutdown:
             listener.phase("loading")

@@ -89,8 +89,9 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
     from dapo.config.secrets import blanks, redact
     from dapo.observe.progress import make_listener
     from dapo.observe.run_folder import RunFolder
+    from dapo.util.memory import collecting_later
 
-    with closing(make_listener(quiet)) as listener:
+    with closing(make_listener(quiet)) as listener, collecting_later():
         with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
             listener.phase("loading")
             from dapo.orchestrator.inputs import RunOverrides

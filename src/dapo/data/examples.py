@@ -248,6 +248,9 @@ class _Lengths:
     def encode(self, examples: Sequence[Example]) -> Sequence[int]:
         return range(max(one.longest for one in examples))
 
+    def encode_all(self, rows: Sequence[Sequence[Example]]) -> list[Sequence[int]]:
+        return [*map(self.encode, rows)]
+
     def end(self, ids: Sequence[int]) -> str:
         return ""
 

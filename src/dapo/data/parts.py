@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice, repeat
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def open_table(item: DataItem) -> Table:
 
 CHECKED_ROWS = 10_000
 """Rows that are looked at before anything else is loaded."""
+_AT_ONCE = 500  # rows that are tokenized together
 
 DataInput = Sequence[str | DataItem] | Sequence[Mapping[str, Any]] | Table
 """Files and data sets, or rows from Python."""
@@ -166,12 +168,35 @@ def names_of(rows: Rows) -> str:
     return ", ".join(part.table.name for part in rows.parts)
 
 
-def encode(row: Row, template: PromptTemplate) -> tuple[int, ...]:
-    """Raises BadRow: the template refuses the row, or there is nothing in it."""
+def encode(row: Row, template: PromptTemplate, ids: Sequence[int] | None = None) -> tuple[int, ...]:
+    """``ids``: what the template makes of the row, if it is known.
+    Raises BadRow: the template refuses the row, or there is nothing in it."""
     try:
-        ids = template.encode(row.prompt)
+        ids = template.encode(row.prompt) if ids is None else ids
     except DataError as error:
         raise BadRow(" ".join(str(error).split())) from None
     if not ids:
         raise BadRow(f"the tokenizer makes no tokens of this prompt: {row.text[:60]!r}")
     return tuple(ids)
+
+
+def encode_all(
+    places: Iterable[tuple[Rows, int]], template: PromptTemplate
+) -> Iterator[tuple[Row, tuple[int, ...]] | BadRow]:
+    """Each of the rows with its token ids, or why it cannot be used; many are tokenized at once."""
+    left = iter(places)
+    while some := list(islice(left, _AT_ONCE)):
+        read = [_tried(getitem, *place) for place in some]
+        known: Iterator[list[int] | None] = repeat(None)
+        with suppress(DataError):  # of one of them, which its own turn names
+            known = iter(template.encode_all([row.prompt for row in read if isinstance(row, Row)]))
+        for row in read:
+            ids = row if isinstance(row, BadRow) else _tried(encode, row, template, next(known))
+            yield ids if isinstance(ids, BadRow) else (row, ids)
+
+
+def _tried(make: Callable[..., Any], *given: Any) -> Any:
+    try:
+        return make(*given)
+    except BadRow as fault:
+        return fault

@@ -21,7 +21,7 @@ from dapo.data.beside import Beside, Side
 from dapo.data.difficulty import DifficultyStream
 from dapo.data.live import LiveRows
 from dapo.data.order import Choice, point
-from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, left_out, names_of, open_parts, spread
+from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, encode_all, left_out, names_of, open_parts, spread
 from dapo.data.rows import SHOWN_FAULTS, BadRow, listed
 from dapo.data.stream import Stream
 from dapo.data.template import PromptTemplate
@@ -72,14 +72,13 @@ def preview(
     doubts: dict[str, list[str]] = {}
     answers: dict[bytes, str | None] = {}
     duplicates = conflicts = 0
-    for stream, number in places:
+    for (stream, number), found in zip(places, encode_all(((streams[s], n) for s, n in places), template), strict=True):
         rows = streams[stream]
-        try:
-            row = rows[number]
-            lengths.append(len(encode(row, template)))
-        except BadRow as fault:
-            bad[stream, number] = f"{rows.place(number)}: {fault}"
+        if isinstance(found, BadRow):
+            bad[stream, number] = f"{rows.place(number)}: {found}"
             continue
+        row, ids = found
+        lengths.append(len(ids))
         for what, said in row.doubts(rows.keys(number)):
             doubts.setdefault(what, []).append(f"{row.place}: {said}")
         text = blake2b(row.text.encode(), digest_size=16).digest()
@@ -177,15 +176,15 @@ def read_prompts(
     prompts: list[Prompt] = []
     faults: list[str] = []
     doubts: dict[str, list[str]] = {}
-    for number in range(len(rows) if limit is None else min(limit, len(rows))):
-        try:
-            row = rows[number]
-            for what, said in row.doubts(rows.keys(number)):
-                doubts.setdefault(what, []).append(f"{row.place}: {said}")
-            ids = encode(row, template)
-            prompts.append(Prompt(number, row.text, ids, row.answer, row.meta, template.end(ids), row.messages))
-        except BadRow as fault:
-            faults.append(f"{rows.place(number)}: {fault}")
+    numbers = range(len(rows) if limit is None else min(limit, len(rows)))
+    for number, found in enumerate(encode_all(((rows, number) for number in numbers), template)):
+        if isinstance(found, BadRow):
+            faults.append(f"{rows.place(number)}: {found}")
+            continue
+        row, ids = found
+        for what, said in row.doubts(rows.keys(number)):
+            doubts.setdefault(what, []).append(f"{row.place}: {said}")
+        prompts.append(Prompt(number, row.text, ids, row.answer, row.meta, template.end(ids), row.messages))
     if faults:
         raise DataError(listed(faults))
     for what, places in doubts.items():

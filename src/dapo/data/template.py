@@ -178,18 +178,29 @@ class PromptTemplate:
         """Token ids of a prompt. With a chat template the template is the authority on special tokens, otherwise the
         tokenizer; either way there is at most one BOS token, and a plain prompt does not end with EOS.
         Raises DataError: the tokenizer's chat template refuses the messages, or the model lacks one of the tokens."""
-        messages = self.messages(prompt)
+        if self._uses_chat:  # and not as one of several: not every class of tokenizers takes those
+            return self._checked(self._chat_ids(self.messages(prompt)))
+        return self.encode_all([prompt])[0]
+
+    def encode_all(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
+        """As :meth:`encode` for each, at once, for which a fast tokenizer takes all cores. Raises DataError: of one."""
+        every = [self.messages(prompt) for prompt in prompts]
         if self._uses_chat:
-            return self._checked(self._chat_ids(messages))
-        return self.encode_text("\n\n".join(message["content"] for message in messages))
+            return [self._checked(list(ids)) for ids in self._chat_ids(every)]
+        return self._text_ids(["\n\n".join(message["content"] for message in messages) for messages in every])
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a text as it is, without a template. Raises DataError: the model lacks one of the tokens."""
+        return self._text_ids([text])[0]
+
+    def _text_ids(self, texts: list[str]) -> list[list[int]]:
         eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
-        ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
-        while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):  # some tokenizers end every text with it
-            ids = ids[:-1]
-        return self._checked(ids)
+        made = self._tokenizer(texts, add_special_tokens=True)["input_ids"] if texts else []
+        every = [list(ids) for ids in made]
+        for ids in every:
+            while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):  # some tokenizers end every text with it
+                ids.pop()
+        return [*map(self._checked, every)]
 
     def _checked(self, ids: list[int]) -> list[int]:
         bos = self._tokenizer.bos_token_id
@@ -262,8 +273,9 @@ class PromptTemplate:
         last = max((place for place, token in enumerate(tail) if token in self.control), default=-1)
         return self.decode(tail[last + 1 :])[-_END_CHARACTERS:]
 
-    def apply(self, messages: Sequence[Mapping[str, str]], **how: Any) -> Any:
-        """The tokenizer's chat template, with what the recipe gives it. ``how``: as Transformers has it."""
+    def apply(self, messages: Sequence[Any], **how: Any) -> Any:
+        """The tokenizer's chat template, with what the recipe gives it, for one conversation or a list of several.
+        ``how``: as Transformers has it."""
         return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **self._how, **how)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
@@ -336,7 +348,7 @@ class PromptTemplate:
             messages.insert(0, {"role": "system", "content": config.system})
         return list(messages)
 
-    def _chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def _chat_ids(self, messages: Sequence[Any]) -> list[Any]:
         try:
             ids = self.apply(messages, tokenize=True, add_generation_prompt=True)
         except Exception as error:  # templates raise their own kinds, such as for a role that they do not know

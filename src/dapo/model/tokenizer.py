@@ -66,7 +66,8 @@ def as_its_file_says(tokenizer: Any, name: str) -> Any:
                     "token ids would be other ones elsewhere; load it where it is right, save it with save_pretrained "
                     "and name that folder"
                 )
-    known, stated = tokenizer.get_vocab(), json.loads(files.get(CONFIG, b"{}")).get("added_tokens_decoder") or {}
+    stated = json.loads(files.get(CONFIG, b"{}")).get("added_tokens_decoder") or {}
+    known = tokenizer.get_vocab() if stated else {}
     for number, token in stated.items():
         text = token["content"] if isinstance(token, dict) else token
         if known.get(text) != int(number):
@@ -91,12 +92,14 @@ def _differences(tokenizer: Any, said: Any, named: set[str]) -> list[str]:
                 backend.add_tokens([type(token)(token.content, special=token.special, **flags)])
         elif token.content in named:
             (said.add_special_tokens if token.special else said.add_tokens)([token])
-    wanted, made = json.loads(said.to_str()), json.loads(backend.to_str())
-    if wanted["post_processor"] is None and backend.num_special_tokens_to_add(is_pair=False) == 0:
-        wanted["post_processor"] = made["post_processor"]  # Transformers always puts one there
-    found = [part for part in _PARTS if wanted[part] != made[part]]
-    ours, theirs = ({t["content"]: t["id"] for t in one["added_tokens"]} for one in (wanted, made))
-    found += [f"added token {text!r}" for text in sorted({*ours, *theirs}) if ours.get(text) != theirs.get(text)]
+    ours, theirs = ({t.content: i for i, t in one.get_added_tokens_decoder().items()} for one in (said, backend))
+    found: list[str] = []
+    if (texts := [said.to_str(), backend.to_str()])[0] != texts[1]:  # mostly they are the same, and take long to parse
+        wanted, made = map(json.loads, texts)
+        if wanted["post_processor"] is None and backend.num_special_tokens_to_add(is_pair=False) == 0:
+            wanted["post_processor"] = made["post_processor"]  # Transformers always puts one there
+        found = [part for part in _PARTS if wanted[part] != made[part]]
+        found += [f"added token {text!r}" for text in sorted({*ours, *theirs}) if ours.get(text) != theirs.get(text)]
     if found:
         return found
     said.no_truncation()

@@ -53,9 +53,9 @@ def fingerprint(
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    vocabulary = tokenizer.get_vocab()
     backend = getattr(tokenizer, "backend_tokenizer", None)  # merges, normalizer and all
-    known = vocabulary if backend is None else backend.to_str()
+    known = sorted(vocabulary.items(), key=lambda item: item[1]) if backend is None else backend.to_str()
     parts = [known, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)]
     return {"tokens": len(vocabulary), "hash": short_hash(parts)}
 

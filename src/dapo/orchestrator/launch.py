@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
@@ -80,6 +81,9 @@ def run_to_end(experiment: Runnable, shutdown: Shutdown | None = None) -> dict[s
 
     with event_loop() as run:
         run(guarded(experiment.check()))
+        if not gc.isenabled():  # put off by util.memory.collecting_later; a model leaves larger things behind
+            gc.freeze()
+            gc.enable()
         try:  # not in the loop, which would hear a signal only once the model is loaded
             experiment.load(lambda work: run(guarded(work)))
         except BaseException as error:
