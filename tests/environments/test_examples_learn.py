@@ -167,7 +167,7 @@ def test_countdown_with_a_calculator(tmp_path: Path) -> None:
         return f"<answer>{expression}</answer>"
 
     keys = {"environment.name": f"{EXAMPLES}/countdown.py:Countdown", "training.steps": 30}
-    improved(learns(tmp_path, keys, rows, say))
+    improved(learns(tmp_path, keys, rows, say), by=0.1)  # 29 points here; 15.0 with another PyTorch on another machine
 
 
 def test_retrieval_over_documents(tmp_path: Path) -> None:
