@@ -205,6 +205,21 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(message: Message, overri
     assert text.startswith(f"override {override}: {override.partition('=')[0]}: unknown key; did you mean {nearest}?")
 
 
+def test_a_run_names_keys_that_are_gone_since(tmp_path: Path) -> None:
+    """Its file has every key of the version that wrote it. What held something, or is said now, is refused."""
+    file = tmp_path / "config.yaml"
+    file.write_text(RECIPE.replace("reward:\n", "reward:\n  hedge: null\n") + "bygone: null\n")
+    with pytest.raises(ConfigError, match="hedge: unknown key"):
+        load_config(file)
+    (tmp_path / "fingerprint.json").write_text("{}")
+    assert load_config(file).seed == 3
+    with pytest.raises(ConfigError, match="bygone: unknown key"):
+        load_config(file, ["bygone=null"])
+    file.write_text(RECIPE + "bygone: 1\n")
+    with pytest.raises(ConfigError, match="bygone: unknown key"):
+        load_config(file)
+
+
 def test_a_key_like_no_other_gets_the_valid_ones_listed(message: Message) -> None:
     text = message(RECIPE, "algorithm.kl.zzzzzzzzqqqq=1")
     assert "unknown key" in text and "mode" in text
@@ -242,6 +257,7 @@ def test_refused_names_are_keys_nowhere_and_belong_to_sampling_only(message: Mes
     assert "log-probabilities" in message(RECIPE + "repetition_penalty: 1.1\n")
     assert "log-probabilities" not in message(RECIPE, "data.min_length=3")
     assert "did you mean evaluation.min_p?" in message(RECIPE, "rollout.min_p=0.1")
+    assert "did you mean rollout.samples_per_prompt?" in message(RECIPE, "rollout.samples=4")
 
 
 def test_one_stop_text_needs_no_brackets(load: Load) -> None:

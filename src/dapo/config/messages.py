@@ -128,8 +128,9 @@ def _elsewhere(key: str, value: Any = None) -> Iterator[tuple[str, str]]:
 
 
 def nearest_key(key: str, root: type[BaseModel] = Config) -> str:
-    """What to say of an unknown key of a tree: what another system's name is here; else the same name in another
-    section; else a similar one in its own section, or a very similar one in another."""
+    """What to say of an unknown key of a tree: what another system's name is here; else the one key of its section that
+    begins with it; else the same name in another section; else a similar one in its own, or a very similar one in
+    another."""
     *parents, last = key.split(".")
     siblings = {name: ".".join([*parents, name]) for name in fields_at(parents, root)}
     for _, answer in _elsewhere(key):
@@ -143,6 +144,8 @@ def nearest_key(key: str, root: type[BaseModel] = Config) -> str:
         if last in fields_at(meant.split("."), root):
             return f"did you mean {meant}.{last}?"
         return f"did you mean {named[0]}?" if said.startswith("did you mean") and len(named) == 1 else said
+    if parents and len(longer := [name for name in siblings if name.startswith(f"{last}_")]) == 1:
+        return f"did you mean {siblings[longer[0]]}?"
     known = all_keys(root)
     own_name = bool(parents) and ".".join(parents) not in known  # below a name that the user gave
     by_depth = sorted(known, key=lambda k: k.count("."))  # of two of one name the plainer is meant

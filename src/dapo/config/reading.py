@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,10 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     and a reward function's file are resolved beside the recipe if they exist there.
     Raises ConfigError: with every problem found, each with file, line and key."""
     path = existing_recipe(recipe)
-    tree, where = read_recipe(path, overrides)
+    tree, where = read_recipe(path, ())
+    if path.name == "config.yaml" and (path.parent / "fingerprint.json").is_file():  # of a run
+        tree = without_gone(tree)
+    apply_overrides(tree, overrides, where)
     _require_run(tree, path)
     if tree.get("run") is None:
         tree["run"] = {}
@@ -44,6 +48,22 @@ def _require_run(tree: Mapping[str, Any], path: Path) -> None:
     if isinstance(stage := "phases" if "phases" in tree else tree.get("stage"), str):
         command = f"dapo {stage.replace('_', '-')}"
         raise ConfigError(f"{path}: is a recipe of {command}; what would work: {command} {path}")
+
+
+def without_gone(tree: dict[str, Any]) -> dict[str, Any]:
+    """What a run wrote names every key of its version: without those that are gone since and held nothing."""
+    try:
+        Config.model_validate(tree)
+    except ValidationError as error:
+        tree = copy.deepcopy(tree)
+        gone: Iterator[Any] = (item["loc"] for item in error.errors() if item["type"] == "extra_forbidden")
+        for loc in gone:
+            section: Any = tree
+            for part in loc[:-1]:  # of a union its kind is named, too
+                section = section[part] if isinstance(section, list) or part in section else section
+            if loc[-1] in section and section[loc[-1]] is None:
+                del section[loc[-1]]
+    return tree
 
 
 def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> RewardConfig:
