@@ -1,9 +1,15 @@
-"""Which keys may change when a run goes on, and from when."""
+"""Which keys may change when a run goes on, and from when; and what a run of an earlier version named."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from dapo.config.tree import Config
 
 
 def _keys(section: str, names: str) -> tuple[str, ...]:
@@ -95,3 +101,19 @@ def is_one_of(key: str, names: Sequence[str]) -> bool:
     """Whether a key, or a section that holds it, is among ``names``."""
     key = re.sub(r"^reward\.parts\.\w+\.reward\.", "reward.", key)
     return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def without_gone(tree: dict[str, Any]) -> dict[str, Any]:
+    """What a run wrote names every key of its version: without those that are gone since and held nothing."""
+    try:
+        Config.model_validate(tree)
+    except ValidationError as error:
+        tree = copy.deepcopy(tree)
+        gone: Iterator[Any] = (item["loc"] for item in error.errors() if item["type"] == "extra_forbidden")
+        for loc in gone:
+            section: Any = tree
+            for part in loc[:-1]:  # of a union its kind is named, too
+                section = section[part] if isinstance(section, list) or part in section else section
+            if loc[-1] in section and section[loc[-1]] is None:
+                del section[loc[-1]]
+    return tree

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from dapo.config.composed_reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.data import DataItem
 from dapo.config.messages import explain, fields_at
+from dapo.config.on_resume import without_gone
 from dapo.config.plan import existing_recipe, shipped_recipes
 from dapo.config.secrets import require_secrets
 from dapo.config.tree import Config
@@ -48,22 +48,6 @@ def _require_run(tree: Mapping[str, Any], path: Path) -> None:
     if isinstance(stage := "phases" if "phases" in tree else tree.get("stage"), str):
         command = f"dapo {stage.replace('_', '-')}"
         raise ConfigError(f"{path}: is a recipe of {command}; what would work: {command} {path}")
-
-
-def without_gone(tree: dict[str, Any]) -> dict[str, Any]:
-    """What a run wrote names every key of its version: without those that are gone since and held nothing."""
-    try:
-        Config.model_validate(tree)
-    except ValidationError as error:
-        tree = copy.deepcopy(tree)
-        gone: Iterator[Any] = (item["loc"] for item in error.errors() if item["type"] == "extra_forbidden")
-        for loc in gone:
-            section: Any = tree
-            for part in loc[:-1]:  # of a union its kind is named, too
-                section = section[part] if isinstance(section, list) or part in section else section
-            if loc[-1] in section and section[loc[-1]] is None:
-                del section[loc[-1]]
-    return tree
 
 
 def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> RewardConfig:

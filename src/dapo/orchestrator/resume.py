@@ -21,8 +21,8 @@ from dapo.config.on_resume import (
     MAY_CHANGE_UNLESS_DETERMINISTIC,
     is_one_of,
     may_change,
+    without_gone,
 )
-from dapo.config.reading import without_gone
 from dapo.config.secrets import redact, require_secrets
 from dapo.config.user_parts import own_parts
 from dapo.errors import ConfigError
