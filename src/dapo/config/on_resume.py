@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -103,8 +104,11 @@ def is_one_of(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def without_gone(tree: dict[str, Any]) -> dict[str, Any]:
-    """What a run wrote names every key of its version: without those that are gone since and held nothing."""
+def without_gone(tree: dict[str, Any], file: Path) -> dict[str, Any]:
+    """What ``file`` holds. That of a run names every key of its version: without those that are gone since and held
+    nothing."""
+    if file.name != "config.yaml" or not (file.parent / "fingerprint.json").is_file():
+        return tree
     try:
         Config.model_validate(tree)
     except ValidationError as error:

@@ -30,16 +30,13 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     ``recipe``: a file, or the name of a recipe that comes with the package, such as ``cpu-demo``. Relative data files
     and a reward function's file are resolved beside the recipe if they exist there.
     Raises ConfigError: with every problem found, each with file, line and key."""
-    path = existing_recipe(recipe)
-    tree, where = read_recipe(path, ())
-    if path.name == "config.yaml" and (path.parent / "fingerprint.json").is_file():  # of a run
-        tree = without_gone(tree)
+    tree, where = read_recipe(path := existing_recipe(recipe), ())
+    tree = without_gone(tree, path)
     apply_overrides(tree, overrides, where)
     _require_run(tree, path)
-    if tree.get("run") is None:
-        tree["run"] = {}
-    if isinstance(tree["run"], dict) and tree["run"].get("dir") is None:
-        tree["run"]["dir"] = f"runs/{path.stem}"
+    run = tree["run"] = {} if tree.get("run") is None else tree["run"]
+    if isinstance(run, dict) and run.get("dir") is None:
+        run["dir"] = f"runs/{path.stem}"
     return beside(build_config(tree, str(path), where), path.parent)
 
 

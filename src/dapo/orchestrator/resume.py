@@ -183,7 +183,7 @@ def _differences(folder: RunFolder, config: Config) -> list[Difference]:
     """From the settings of a run. Those that have come with a later version were at their defaults."""
     stored = _settings(folder)
     with contextlib.suppress(ConfigError):  # it has keys that are gone: the comparison will name them
-        stored = build_config(without_gone(stored)).model_dump(mode="json")
+        stored = build_config(without_gone(stored, folder.config)).model_dump(mode="json")
     return list(differences(redact(stored), redact(config.model_dump(mode="json"))))
 
 
