@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dapo.config import build_config, load_yaml
+from dapo.config.on_resume import without_gone
 from dapo.config.stages import STAGES, build_stage
 from dapo.errors import UserError
 from dapo.observe.alarms import Alarms
@@ -136,7 +137,9 @@ class RunView:
     def settings(self) -> Any:
         """The recipe, checked: of a run, or of a stage. Raises UserError: it is of another version."""
         tree = dict(self.config)
-        return build_stage(tree["stage"], tree) if tree.get("stage") in STAGES else build_config(tree)
+        if tree.get("stage") in STAGES:
+            return build_stage(tree["stage"], tree)
+        return build_config(without_gone(tree, self.folder.config))
 
     def alarms(self) -> Iterator[tuple[int, Mapping[str, str], list[str]]]:
         """Of each step, of a run or a stage, what the alarms found by their names, and what they said: they see nothing

@@ -42,10 +42,11 @@ class Gate:
                 self.begins(scope, message)
             await send(message)
 
-        answer: ASGIApp = self._app
-        if refusal := self.refusal(scope, Headers(scope=scope)):
-            answer = refusal
-            await _read_little(receive, Headers(scope=scope))
+        headers = Headers(scope=scope)
+        refusal = self.refusal(scope, headers)
+        if refusal is not None:
+            await _read_little(receive, headers)
+        answer = refusal or self._app
         await answer(scope, limited(receive, self.most(scope["path"]), self.too_large(scope["path"])), noticed)
 
     def refusal(self, scope: Scope, headers: Headers) -> Response | None:
