@@ -11,6 +11,7 @@ A cell that fails is named and left for another call. ``dapo report FOLDER`` has
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import time
@@ -282,6 +283,7 @@ def mechanisms(results: Results) -> list[str]:
 
 def plot(results: Results, file: Path) -> None:
     """The curves as means over the seeds of a variant, as far as all of them go; a colour for each variant."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 11), layout="constrained")
@@ -298,7 +300,15 @@ def plot(results: Results, file: Path) -> None:
         panel.set_xlabel(axis.replace("_", " "), fontsize=8)
     figure.axes[0].legend(fontsize=7)
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dapo", "font.sans-serif": ["DejaVu Sans"]}):
+        figure.savefig(drawn := io.StringIO(), format="svg", metadata={"Date": None})
+    text = re.sub(r' d="[^"]*"', _to_tenths, drawn.getvalue())
+    file.write_text(text, encoding="utf-8")
+
+
+def _to_tenths(path: re.Match[str]) -> str:
+    """A path of an SVG file in one line, to tenths of a point."""
+    return re.sub(r"(\.\d)\d+", r"\1", " " + " ".join(path[0].split()))
 
 
 if __name__ == "__main__":

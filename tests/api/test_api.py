@@ -116,7 +116,7 @@ TWICE = pandas.DataFrame([["1=", "1", "2"]], columns=["prompt", "answer", "answe
             "the reward function fails, on the first reference",
         ),
         ({"reward": 3}, RewardError, "expected a function, got int 3"),
-        ({"reward": lambda answer, nothing: 1.0}, RewardError, "it demands the parameter 'nothing'"),
+        ({"reward": lambda answer, nothing: 1.0}, RewardError, "it requires the parameter 'nothing'"),
         ({"reward": lambda response: None}, RewardError, "is a `return` missing"),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_run_under_way_is_read_as_far_as_it_is(stored: Path) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run folder"):
         dapo.open_run(tmp_path)
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="no such folder"):
         dapo.open_run(tmp_path / "gone")
 
 

@@ -131,6 +131,23 @@ def test_a_missing_file_is_told_with_the_comment_that_may_say_how_it_is_made(
     assert "see the comment at the top of told.yaml" in said
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "says"),
+    [
+        ("train", "--steps", "did you mean training.steps?"),
+        ("train", "--num-generations=8", "did you mean rollout.samples_per_prompt?"),
+        ("train", "--zzzz", "No such option: --zzzz"),
+        ("train", "--dry-rn", "(Possible options: --dry-run)"),
+        ("evaluate", "--steps", "No such option: --steps"),
+    ],
+)
+def test_a_key_that_is_given_as_an_option_is_told_how_it_is_given(command: str, option: str, says: str) -> None:
+    result = run(command, "r.yaml", option)
+    text = " ".join(result.stderr.replace("│", " ").split())
+    assert result.exit_code == 2 and says in text
+    assert ("SECTION.KEY=VALUE, without dashes" in text) == says.startswith("did you")
+
+
 def test_a_message_is_not_read_as_markup() -> None:
     result = run("train", "r.yaml", "rollout.stop_token_ids=[red]")
     assert "[red]" in result.stderr

@@ -276,7 +276,7 @@ def test_examples_are_bounded_and_of_many_kinds(run):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["none"], 1, "none: is not a folder"),
+        (["none"], 1, "none: no such folder"),
         (["runs"], 1, "runs: is not a run folder"),
         (["runs/one", "--step", "2"], 1, "no samples of step 2; there are those of steps 1, 3"),
         (["runs/one", "--step", "x"], 2, "--steps x: expected a step"),

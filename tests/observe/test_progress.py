@@ -157,6 +157,19 @@ def test_plain_phases_tell_their_quarters_only_and_the_time_left(ticks: Iterator
     ]
 
 
+def test_a_plain_phase_of_moments_is_one_line() -> None:
+    """And one that goes on longer says where it is."""
+    now, out = [5.0], io.StringIO()
+    listener = PlainListener(Console(file=out, width=40), clock=lambda: now[0])
+    listener.phase("evaluating")
+    for done in (13, 25, 38):
+        now[0] += 0.3
+        listener.advance(done, 50)
+    now[0] = 7.0
+    listener.advance(50, 50)
+    assert out.getvalue().splitlines() == ["evaluating", "  50/50"]
+
+
 def test_the_end_shows_before_and_after(ticks: Iterator[float]) -> None:
     listener, out = plain_output(ticks)
     listener.finished(

@@ -743,7 +743,7 @@ def saved_model(folder: Path) -> str:
         ({}, lambda response: "right", "expected a float, a bool, a dict"),
         ({}, lambda response: 0.5, "whether a response is correct.* use algorithm.filter_groups.metric=score"),
         ({}, lambda response, answer: response == answer or -0.5, "whether an empty response is correct"),
-        ({}, lambda response, solution: True, "it demands the parameter 'solution'"),
+        ({}, lambda response, solution: True, "it requires the parameter 'solution'"),
         ({"monitor.check.kind": "function", "monitor.check.function": "none.py:f"}, text_sum, "monitor.check.*no such"),
         ({"rollout.stop_token_ids": [18]}, text_sum, "rollout.stop_token_ids: 18 is no token .* ids are 0..17"),
         (

@@ -95,7 +95,7 @@ def test_broken_contracts():
     for result in (None, "1", float("nan"), [1.0] * 8):
         with pytest.raises(RewardError, match=r"reward function .*<lambda>: expected"):
             score(lambda response, r=result: r, "x")
-    with pytest.raises(RewardError, match="demands the parameter 'completion'"):
+    with pytest.raises(RewardError, match="requires the parameter 'completion'"):
         score(lambda completion: 1.0, "x")
     with pytest.raises(RewardError, match="expected a function, got int 5"):
         CallableScorer(5)

@@ -145,7 +145,7 @@ def test_a_worker_has_one_thread_unless_the_user_says_otherwise(monkeypatch):
 def test_a_broken_contract_stops_the_run(tmp_path):
     with pytest.raises(RewardError, match=r"by_name: expected .* got NoneType None"):
         score_all(function("by_name", workers=1, state=str(tmp_path)), ["none"])
-    with pytest.raises(RewardError, match="demands the parameter 'temperature'"):
+    with pytest.raises(RewardError, match="requires the parameter 'temperature'"):
         score_all(function("needs_more", workers=1), ["x"])
 
 

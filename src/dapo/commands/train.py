@@ -58,6 +58,8 @@ def train(
             _dry_run(config, named, resume)
             return
         _require_data(config, named)
+        if resume is None:
+            RunFolder.require_free(config)  # before the data are read
         require_secrets(config.model_dump(mode="json"), named, "as section.key=value")  # a run's config.yaml, perhaps
         with _page(Path(config.run.dir or resume or "runs/run")) if ui else nullcontext():
             _train(config, resume, quiet)

@@ -42,7 +42,7 @@ def explain(item: Any, source: str, where: Mapping[str, str], root: type[BaseMod
             yield f"{place}: {key}: not a key of {of}; it belongs to {', '.join(_kinds_with(path[-1]))}"
         else:
             advice = _nearest_in(list(REWARD_KINDS[kind].model_fields), path) if kind else nearest_key(key, root)
-            known = {} if kind else dict(_elsewhere(key, item["input"]))
+            known = {} if kind else dict(_elsewhere(".".join(path), item["input"]))
             for name, answer in ({key: advice} | known).items():
                 yield f"{_place(name, source, where)}: {name}: unknown key; {answer}"
     elif item["type"] == "missing":

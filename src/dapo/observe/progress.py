@@ -81,8 +81,8 @@ class _Telling(Listener):
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _left(self, phase: str, done: int, total: int) -> str:
-        left = self._lap.left(phase, done, total, self._clock())
+    def _left(self, phase: str, done: int, total: int, now: float) -> str:
+        left = self._lap.left(phase, done, total, now)
         return left and f"{left} left"
 
     def finished(self, summary: dict[str, Any]) -> None:
@@ -91,23 +91,25 @@ class _Telling(Listener):
 
 
 class PlainListener(_Telling):
-    """One line per event, for files and pipes; in a step that takes long, one every half a minute too."""
+    """One line per event, for files and pipes; in a step that takes long, one every half a minute too. A phase that takes
+    moments is its first line alone."""
 
-    _EVERY_S = 30.0
-    _said_at, _told = 0.0, 0.0
+    _EVERY_S, _MOMENTS_S = 30.0, 1.0
+    _said_at, _told, _begun = 0.0, 0.0, -math.inf
 
     def phase(self, text: str) -> None:
-        self._told, self._phase = 0.0, text
+        self._told, self._phase, self._begun = 0.0, text, self._clock()
         self._say(text)
 
     def advance(self, done: int, total: int, note: str = "") -> None:
-        share, left = done / total if total else 1.0, self._left(self._phase, done, total)
-        if share >= self._told + 0.25:
+        share, now = done / total if total else 1.0, self._clock()
+        left = self._left(self._phase, done, total, now)
+        if share >= self._told + 0.25 and now >= self._begun + self._MOMENTS_S:
             self._told = math.floor(share * 4) / 4
             self._say(f"  {'  '.join(filter(None, (f'{done}/{total}', note, '' if left == '0:00 left' else left)))}")
 
     def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        left = self._left(phase, done, total)
+        left = self._left(phase, done, total, self._clock())
         if self._clock() >= self._said_at + self._EVERY_S:
             self._said_at = self._clock()
             self._say(f"  {phase} {'  '.join(filter(None, (f'{done}/{total}' if total else '', note, left)))}".rstrip())
@@ -173,7 +175,8 @@ class LiveListener(_Telling):
         self._show(text, None)
 
     def advance(self, done: int, total: int, note: str = "") -> None:
-        self._show(self._phase, (done, total, "  ".join(filter(None, (note, self._left(self._phase, done, total))))))
+        left = self._left(self._phase, done, total, self._clock())
+        self._show(self._phase, (done, total, "  ".join(filter(None, (note, left)))))
 
     def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
         self._phase = phase

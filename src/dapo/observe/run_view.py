@@ -66,8 +66,8 @@ class RunView:
         """Read a run folder. ``brief``: of the metrics only the first line, the last one and those of evaluations.
         Raises UserError: it is none, or a line of its metrics or changes is spoilt."""
         if not is_run(root):
-            what = "is not a run folder: it has no config.yaml" if root.is_dir() else "is not a folder"
-            raise UserError(f"{root}: {what}; a run's is named at its start and end, such as runs/cpu-demo")
+            what = "is not a run folder: it has no config.yaml" if root.is_dir() else "no such folder"
+            raise UserError(f"{root}: {what}; a run prints its folder at the end, such as runs/cpu-demo")
         folder = RunFolder(root)
         metrics = list(read_metrics(folder.metrics, brief)) if folder.metrics.is_file() else []
         summary, fingerprint = _known(_mapping(folder.summary)), _mapping(folder.fingerprint)

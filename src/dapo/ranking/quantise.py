@@ -48,10 +48,12 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
     tokenizer = load_tokenizer(found.path)
     if hasattr(read_config(found.path), "quantization_config"):
         raise ConfigError(f"{found.path}: is quantised already; name the model that it was made from")
+    with extra("quantise", "dapo quantise"):  # before minutes of work
+        config = _config(kind)
     with new_folder(out) as folder:
         before, seconds, size = _run(loader.from_pretrained(found.path, **how), tokenizer, texts)
         with extra("quantise", "dapo quantise"):
-            small = loader.from_pretrained(found.path, quantization_config=_config(kind), **how)
+            small = loader.from_pretrained(found.path, quantization_config=config, **how)
         small.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         after, seconds_after, size_after = _run(loader.from_pretrained(folder, **how), tokenizer, texts)

@@ -18,6 +18,8 @@ CONTRACT = "def f(prompt, response, answer, **meta) -> float | bool | dict | Rew
 BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float | bool | dict | Reward)"
 ASYNC_AT_ONCE = 64  # calls of an async function that are awaited together
 _IN_BATCHES = ("prompts", "responses", "answers")
+_ELSEWHERE = ("completions", "data_source", "solution_str", "ground_truth", "queries", "labels")
+"""Arguments of reward functions for TRL, verl and OpenRLHF."""
 _IF_NAMED = ("finish_reason", "prompt_end")
 """Arguments for functions that name them; with an s in batches. ``**meta`` gets only the keys of the row."""
 
@@ -90,9 +92,11 @@ class BoundFunction:
                 contract, hint = CONTRACT if self.responses_per_call is None else BATCH_CONTRACT, ""
                 if self.responses_per_call is None and parameter.name in _IN_BATCHES:
                     hint = "; if it takes lists, declare it with @dapo.reward_function(batched=True)"
+                elif parameter.name in _ELSEWHERE:
+                    hint = "; docs/coming-from.md shows how to use a function for TRL, verl or OpenRLHF"
                 raise RewardError(
-                    f"reward function {self.name}: it demands the parameter {parameter.name!r}, but what there is by "
-                    f"keyword is {', '.join(offered)}; expected {contract}{hint}"
+                    f"reward function {self.name}: it requires the parameter {parameter.name!r}, but is called with "
+                    f"{', '.join(offered)}, by keyword; expected {contract}{hint}"
                 )
         return self._accepted(offered)
 

@@ -177,7 +177,7 @@ def test_runs_are_those_below_the_folders_and_no_others(tmp_path: Path) -> None:
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither is a run folder nor holds any"):
         check_folders([tmp_path])
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="no such folder"):
         check_folders([tmp_path / "missing"])
 
 

@@ -23,7 +23,9 @@ _SHOWN = 4  # so many differences of one cause are printed one by one; --json ha
 
 def replay(
     run: Run,
-    step: Annotated[int, typer.Option(metavar="K", help="Rollout step, from 1.")],
+    step: Annotated[
+        int | None, typer.Option(metavar="K", help="Rollout step, from 1. By default the last one with samples.")
+    ] = None,
     update: Annotated[
         int | None, typer.Option(metavar="J", help="This optimizer update of the step only, from 0.")
     ] = None,
@@ -46,11 +48,12 @@ def replay(
         from dapo.observe.run_view import RunView
         from dapo.util.files import plain
 
-        RunView.read(run)  # so that a wrong folder is told before torch is loaded
+        there = RunView.read(run).steps_with_samples  # before torch is loaded: the folder may be a wrong one
         with status_line(as_json, "loading") as progress:
             from dapo.commands.replay.replay import replay as make_again
 
-            found = make_again(run, step, update, wanted, rewards, progress)
+            last = there[-1] if there else 1
+            found = make_again(run, last if step is None else step, update, wanted, rewards, progress)
         if as_json:
             print_json(plain(found.as_json()))
         else:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from dapo.errors import ConfigError
 
@@ -60,6 +61,28 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs, as JSON.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
+
+
+class OfRecipe(TyperCommand):
+    """A command that takes keys of a recipe. Of a key that is given as an option (``--steps 5``) it says how to give it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # click's, which typer brings under a name of its own
+            self._explain(error)
+            raise
+
+    def _explain(self, error: Any) -> None:
+        name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
+        if not name or set(getattr(error, "possibilities", None) or ()) - {"--help"}:
+            return
+        from dapo.config.messages import nearest_key
+
+        answer = nearest_key(name)
+        if answer.startswith("did you mean "):
+            error.possibilities = None
+            error.message += f"; keys of the recipe are given as SECTION.KEY=VALUE, without dashes: {answer}"
 
 
 def is_setting(word: str) -> bool:

@@ -118,7 +118,7 @@ def check_folders(folders: Sequence[Path]) -> None:
     """Raises UserError if a folder does not exist, or neither is a run nor holds one."""
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{folder}: is not a folder; a run's is named at its start and end, such as runs/cpu-demo")
+            raise UserError(f"{folder}: no such folder; a run prints its folder at the end, such as runs/cpu-demo")
         if not _found(folder.resolve()):
             what = "neither is a run folder nor holds any; give a run, or the folder with your runs"
             raise UserError(f"{folder}: {what}")
