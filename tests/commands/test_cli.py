@@ -126,6 +126,8 @@ def test_a_missing_file_is_told_with_the_comment_that_may_say_how_it_is_made(
 ) -> None:
     assert "the comment" not in run("train", "r.yaml", "data.train=gone.jsonl", *option).stderr
     text = Path("r.yaml").read_text(encoding="utf-8")
+    Path("named.yaml").write_text(f"# named.yaml\n{text}", encoding="utf-8")
+    assert "the comment" not in run("train", "named.yaml", "data.train=gone.jsonl", *option).stderr
     Path("told.yaml").write_text(f"# made by make_it.py\n{text}", encoding="utf-8")
     said = run("train", "told.yaml", "data.train=gone.jsonl", *option).stderr
     assert "see the comment at the top of told.yaml" in said
@@ -146,6 +148,15 @@ def test_a_key_that_is_given_as_an_option_is_told_how_it_is_given(command: str, 
     text = " ".join(result.stderr.replace("│", " ").split())
     assert result.exit_code == 2 and says in text
     assert ("SECTION.KEY=VALUE, without dashes" in text) == says.startswith("did you")
+
+
+def test_a_folder_that_is_taken_is_told_before_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = replace_run(monkeypatch, {})
+    Path("taken").mkdir()
+    Path("taken/notes.txt").write_text("mine")
+    result = run("train", "r.yaml", "run.dir=taken")
+    assert result.exit_code == 1 and "run.dir: the folder taken exists" in result.stderr
+    assert calls == []
 
 
 def test_a_message_is_not_read_as_markup() -> None:

@@ -852,6 +852,14 @@ def test_what_is_known_of_the_keys_in_an_unknown_section_is_told_with_their_line
     assert f"recipe.yaml:{line + 2}: async_training.new.partial_rollout: " in flight and "in_flight=keep?" in flight
 
 
+def test_a_key_deep_in_an_unknown_section_is_told_once(message: Message) -> None:
+    text = message(RECIPE, "actor_rollout_ref.rollout.n=8")
+    assert text.splitlines() == [
+        "override actor_rollout_ref.rollout.n=8: actor_rollout_ref.rollout.n: unknown key; "
+        "did you mean rollout.samples_per_prompt?"
+    ]
+
+
 @pytest.mark.parametrize(
     ("setting", "meant"),
     [
@@ -867,6 +875,7 @@ def test_a_value_of_another_system_is_answered_with_ours(message: Message, setti
 
 WORDS = {  # as recipes of other systems and articles have them, with the key that is meant
     "policy": "model",
+    "importance_sampling_level": "algorithm.objective=gspo",
     "reward_model": "reward",
     "trainer": "training",
     "orchestrator": "rollout",

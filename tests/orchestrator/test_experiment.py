@@ -656,6 +656,13 @@ def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
         run(tmp_path / "run", {"model.path": str(tmp_path / "model")}, model=None)
 
 
+def test_a_folder_without_a_model_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for load in (load_tokenizer, load_model):
+        with pytest.raises(ModelError, match=r"(model|tokenizer) .*runs: is not a model's folder: it holds no config"):
+            load(str(tmp_path / "runs"))
+
+
 def test_what_a_run_saved_is_what_the_next_one_starts_from(tmp_path: Path) -> None:
     run(tmp_path / "first")
     after = RunFolder(tmp_path / "first").model_after

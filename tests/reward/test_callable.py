@@ -97,6 +97,8 @@ def test_broken_contracts():
             score(lambda response, r=result: r, "x")
     with pytest.raises(RewardError, match="requires the parameter 'completion'"):
         score(lambda completion: 1.0, "x")
+    with pytest.raises(RewardError, match=r"'completions', but is called with .* docs/coming-from.md"):  # of TRL
+        score(lambda completions, **rest: [1.0], "x")
     with pytest.raises(RewardError, match="expected a function, got int 5"):
         CallableScorer(5)
 

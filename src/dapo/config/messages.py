@@ -42,7 +42,10 @@ def explain(item: Any, source: str, where: Mapping[str, str], root: type[BaseMod
             yield f"{place}: {key}: not a key of {of}; it belongs to {', '.join(_kinds_with(path[-1]))}"
         else:
             advice = _nearest_in(list(REWARD_KINDS[kind].model_fields), path) if kind else nearest_key(key, root)
-            known = {} if kind else dict(_elsewhere(".".join(path), item["input"]))
+            section = ".".join(path)
+            known = {} if kind else dict(_elsewhere(section, item["input"]))
+            if key != section:  # a key in it was given, and that one is told
+                known.pop(section, None)
             for name, answer in ({key: advice} | known).items():
                 yield f"{_place(name, source, where)}: {name}: unknown key; {answer}"
     elif item["type"] == "missing":

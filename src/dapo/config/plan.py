@@ -89,11 +89,13 @@ def require_files(config: Config, recipe: Path | None = None) -> None:
 
 
 def remedy(recipe: Path) -> str:
-    """How the files of a recipe are made, or where it says so, if it begins with a comment; empty: it does not."""
+    """How the files of a recipe are made, or where it says so, if it begins with a comment of more than its name; empty:
+    it does not."""
     if command := demo_of(recipe):
         return f"`{command}` makes what this recipe trains on, and runs it"
     with recipe.open("rb") as file:
-        return f"see the comment at the top of {recipe}" if file.read(1) == b"#" else ""
+        told = file.readline(1000).split()
+        return f"see the comment at the top of {recipe}" if told[:1] == [b"#"] and len(told) > 2 else ""
 
 
 _HUB = " (a data set of the hub is named owner/name, or has a split: or name:)"

@@ -195,6 +195,8 @@ def _explain(what: str, path: str, error: Exception) -> str:
         inside = next((name for name in ("model-after", "model") if holds_model(local / name)), None)
         if inside:
             return f"{what} {path}: is a run or checkpoint of dapo, not a model; its model is {local / inside}"
+        if local.is_dir() and not any(local.glob("*.json")):
+            return f"{what} {path}: is not a model's folder: it holds no config.json"
         state = "exists but cannot be loaded" if local.exists() else "no such folder"
         return f"{what} {path}: {state}: {first_line(error)}"
     if not hub_answers():

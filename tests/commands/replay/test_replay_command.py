@@ -33,6 +33,10 @@ def test_a_step_that_comes_out_the_same_is_exit_code_0_and_the_last_line_says_so
     assert [line.split()[-1] for line in lines[header + 1 : header + 3]] == ["same", "same"]
 
 
+def test_without_a_step_the_last_one_with_samples_is_made_again(kept_run: Path) -> None:
+    assert "step 3: " in dapo_replay(kept_run, "--no-rewards").stdout
+
+
 def test_what_differs_is_named_and_is_exit_code_1(kept_run: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(kept_run, tmp_path / "copy"))
 
