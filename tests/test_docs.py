@@ -429,6 +429,8 @@ def test_names_of_the_other_systems_and_ours_exist() -> None:
         "dapo",
         "grpo",
         "dr_grpo",
+        "cispo",
+        "sequence",
         "group",
         "none",
         "prompt",
