@@ -122,7 +122,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     where, memory, seconds = found["cluster"], dict(found["gpu_gib"]), dict(found["step_seconds"])
     needed, usable, step = memory.pop("needed at once"), memory.pop("usable"), seconds.pop("step")
     yield f"model        {found['model']}, {found['parameters'] / 1e9:.2f} B parameters"
-    yield f"GPUs         {where['hosts']} x {where['gpus_of_each']} x {where['card']}"
+    hosts = f"{where['hosts']} hosts x " if where["hosts"] > 1 else ""
+    yield f"GPUs         {hosts}{where['gpus_of_each']} x {where['card']}"
     yield from ([f"not yet      {found['not_yet']}"] if found["not_yet"] else [])
     verdict = "fits" if found["fits"] else "DOES NOT FIT"
     yield f"GPU memory   {needed:.1f} of {usable:.1f} GiB at once: {verdict}; {found['rows_at_once']} sequences at once"
