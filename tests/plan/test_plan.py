@@ -278,7 +278,7 @@ def test_the_command_tells_all_and_agrees_with_its_json() -> None:
     text = plan(*options)
     assert text.exit_code == 0 and f"not yet      {found['not_yet']}" in text.stdout and "one GPU" in found["not_yet"]
     assert json.loads(plan("--json").stdout)["not_yet"] == ""
-    for said in ("Qwen2.5-0.5B, 0.49 B", "2 x 4 x H100", "fits", "activations", "a checkpoint", "40 steps", "USD"):
+    for said in ("Qwen2.5-0.5B, 0.49 B", "2 hosts x 4 x H", "fits", "activations", "a checkpoint", "40 steps", "USD"):
         assert said in text.stdout, said
     for assumption in (
         "responses of 250",

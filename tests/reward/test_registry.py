@@ -233,7 +233,9 @@ def test_a_broken_contract_in_a_worker_stops_the_run(in_workers):
 
 
 def test_a_function_that_takes_other_parameters_is_told_what_there_is():
-    with pytest.raises(RewardError, match=r"requires the parameter 'response', but is called with level, only, prompts, resp"):
+    with pytest.raises(
+        RewardError, match=r"requires the parameter 'response', but is called with level, only, prompts, resp"
+    ):
         in_process(dapo.reward_function(name="x1", batched=True)(lambda response: [0.0]), numbered(1))
     with pytest.raises(RewardError, match=r"'responses'.* declare it with @dapo\.reward_function\(batched=True\)"):
         in_process(lambda responses: 0.0, numbered(1))

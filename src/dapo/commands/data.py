@@ -25,7 +25,7 @@ from dapo.commands.shared.options import (
 )
 from dapo.commands.shared.output import print_lines, require_writable, say, status_line, write_results
 from dapo.errors import ConfigError, extra
-from dapo.util.terminal import visible
+from dapo.util.terminal import counted, visible
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -341,7 +341,7 @@ def _verdict(found: CheckReport) -> str:
     rows = sum(report.rows for report in (*found.train, *found.evaluation))
     exact, near = sum(p.exact for p in found.overlap), sum(p.near for p in found.overlap)
     conflicts = sum(r.conflicts for r in found.train) + sum(p.conflicts for p in found.between)
-    parts = [f"{rows:,} rows in {len(found.train) + len(found.evaluation)} files", f"{found.bad:,} bad"]
+    parts = [f"{rows:,} rows in {counted(len(found.train) + len(found.evaluation), 'file')}", f"{found.bad:,} bad"]
     parts += [f"{conflicts:,} conflicting answers"] if conflicts else []
     if exact or near:
         parts.append(f"warning: {exact:,} equal and {near:,} similar prompts stand in files to evaluate on")

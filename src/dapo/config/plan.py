@@ -89,8 +89,8 @@ def require_files(config: Config, recipe: Path | None = None) -> None:
 
 
 def remedy(recipe: Path) -> str:
-    """How the files of a recipe are made, or where it says so, if it begins with a comment of more than its name; empty:
-    it does not."""
+    """How the files of a recipe are made, or where it says so, if it begins with a comment of more than its name; else
+    empty."""
     if command := demo_of(recipe):
         return f"`{command}` makes what this recipe trains on, and runs it"
     with recipe.open("rb") as file:

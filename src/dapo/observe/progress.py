@@ -91,7 +91,7 @@ class _Telling(Listener):
 
 
 class PlainListener(_Telling):
-    """One line per event, for files and pipes; in a step that takes long, one every half a minute too. A phase that takes
+    """One line per event, for files and pipes; in a step that takes long, one every half a minute too. A phase of
     moments is its first line alone."""
 
     _EVERY_S, _MOMENTS_S = 30.0, 1.0

@@ -360,8 +360,8 @@ class Estimate:
         yield f"rewards are scored beside the sampling, but for {assumed.reward_s:g} s of a step (--reward-s)"
         yield f"memory: full-length responses, {CONTEXT / GIB:.1f} GiB for CUDA, {self.kept:.2f} times what is in use"
         scaled = "" if card == name else f", scaled to the {name} by the makers' figures"
-        models = {row["model"] for row in self.measured}
-        models = " or ".join(sorted(m for m in models if not any(m != one and m in one for one in models)))
+        names = {row["model"] for row in self.measured}
+        models = " or ".join(sorted(m for m in names if not any(m != one and m in one for one in names)))
         yield f"rates measured on the {card} with {models}{scaled} (bench/rates.py writes them)"
         if self.ranks > 1:
             kind = "an adapter whole on each" if has_adapter(self.shape) else "FSDP2 over all"

@@ -64,7 +64,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an 
 
 
 class OfRecipe(TyperCommand):
-    """A command that takes keys of a recipe. Of a key that is given as an option (``--steps 5``) it says how to give it."""
+    """A command that takes keys of a recipe. Of one given as an option (``--steps 5``) it says how to give it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
