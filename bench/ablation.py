@@ -302,13 +302,8 @@ def plot(results: Results, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dapo", "font.sans-serif": ["DejaVu Sans"]}):
         figure.savefig(drawn := io.StringIO(), format="svg", metadata={"Date": None})
-    text = re.sub(r' d="[^"]*"', _to_tenths, drawn.getvalue())
-    file.write_text(text, encoding="utf-8")
-
-
-def _to_tenths(path: re.Match[str]) -> str:
-    """A path of an SVG file in one line, to tenths of a point."""
-    return re.sub(r"(\.\d)\d+", r"\1", " " + " ".join(path[0].split()))
+    lines = re.sub(r' d="[^"]*"', lambda path: " " + " ".join(path[0].split()), drawn.getvalue())  # one for a path
+    file.write_text(re.sub(r"([ML] -?\d+\.\d)\d+ (-?\d+\.\d)\d+", r"\1 \2", lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ def test_train_hands_over_the_config_and_shows_the_end(monkeypatch: pytest.Monke
     Path("runs/r/samples").mkdir(parents=True)
     Path("runs/r/samples/step-00001.jsonl").touch()
     Path("runs/r/model-after").mkdir()
-    result = run("train", "r.yaml", "training.steps=7")
+    result = run("train", "r.yaml", "training.steps=7", "run.dir=runs/new")
     assert result.exit_code == 0, result.output
     assert calls[0][0].training.steps == 7
     assert "accuracy: 10.0% before, 90.0% after" in result.stdout
@@ -257,7 +257,7 @@ def test_to_train_on_secrets_are_to_be_given_again(monkeypatch: pytest.MonkeyPat
     Path("runs/r/model-after").mkdir(parents=True)
     Path("f.py").write_text("def score(response, answer): ...")
     reward = "reward={kind: function, function: 'f.py:score', args: {api_key: sk-one}}"
-    said = run("train", "r.yaml", reward).stdout
+    said = run("train", "r.yaml", reward, "run.dir=runs/new").stdout
     assert "run.dir=runs/r-more reward.args.api_key=... (config.yaml keeps no secrets)" in said
     assert "sk-one" not in said
 

@@ -70,19 +70,15 @@ class OfRecipe(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # click's, which typer brings under a name of its own
-            self._explain(error)
+            name, others = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
+            if name and not set(others or ()) - {"--help"}:
+                from dapo.config.messages import nearest_key
+
+                answer = nearest_key(name.lstrip("-").replace("-", "_"))
+                if answer.startswith("did you mean "):
+                    said = f"{name}; keys of the recipe are given as SECTION.KEY=VALUE, without dashes: {answer}"
+                    vars(error).update(possibilities=None, message=f"No such option: {said}")
             raise
-
-    def _explain(self, error: Any) -> None:
-        name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
-        if not name or set(getattr(error, "possibilities", None) or ()) - {"--help"}:
-            return
-        from dapo.config.messages import nearest_key
-
-        answer = nearest_key(name)
-        if answer.startswith("did you mean "):
-            error.possibilities = None
-            error.message += f"; keys of the recipe are given as SECTION.KEY=VALUE, without dashes: {answer}"
 
 
 def is_setting(word: str) -> bool:
