@@ -48,9 +48,9 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
     tokenizer = load_tokenizer(found.path)
     if hasattr(read_config(found.path), "quantization_config"):
         raise ConfigError(f"{found.path}: is quantised already; name the model that it was made from")
-    with extra("quantise", "dapo quantise"):  # before minutes of work
-        config = _config(kind)
     with new_folder(out) as folder:
+        with extra("quantise", "dapo quantise"):  # before minutes of work
+            config = _config(kind)
         before, seconds, size = _run(loader.from_pretrained(found.path, **how), tokenizer, texts)
         with extra("quantise", "dapo quantise"):
             small = loader.from_pretrained(found.path, quantization_config=config, **how)
