@@ -108,7 +108,6 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_engine(context: CheckContext) -> Iterator[Finding]:
-    """Which engine covers the model, and why."""
     config, found = context.config, context.need(context.model_config, "model")
     engine, native = config.rollout.engine, f"native covers {loading.SUPPORTED[found.model_type]}"
     said = {
@@ -222,8 +221,6 @@ def _of_another_model(context: CheckContext, rows: int) -> str | None:
 
 
 class Heard(QuietListener):
-    """Keeps what it hears."""
-
     def __init__(self) -> None:
         self.warnings: list[str] = []
 

@@ -133,7 +133,6 @@ def _hash_of(benchmark: str | None) -> dict[str, str]:
 
 
 def _tell(listener: Any, model: str, found: Any, trained: Path | None, preset: Any, config: Config) -> None:
-    """What is evaluated, and by what."""
     from dapo.inference.model import function_of
 
     named: dict[str, Any] = {f"{model}: its model is": found.path if found.path != model else None}

@@ -117,7 +117,6 @@ def _print_line(line: Mapping[str, Any]) -> None:
 
 
 def _print_episode(line: Mapping[str, Any]) -> None:
-    """The trace with its turns, and the verdict."""
     from dapo.commands.inspect.sample_report import episode_pieces, text_lines
 
     for label, text in [("prompt", line["prompt"]), *episode_pieces(line)]:

@@ -126,7 +126,6 @@ def _stage(
 
 
 def _next(config: Any, model: str) -> str:
-    """What to do after a stage."""
     if config.stage != "reward_model":
         return f"train on from here: dapo train RECIPE model.path={model}"
     section = f"kind: model, path: {model}, template: {config.reward_model.template}"

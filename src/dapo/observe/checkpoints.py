@@ -234,7 +234,6 @@ def _damage(path: Path, name: str, size: int, digest: str | None) -> str | None:
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the manifest says of each file."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     found = {path: {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in paths}
     return {path.relative_to(folder).as_posix(): said for path, said in found.items()}

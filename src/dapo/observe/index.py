@@ -85,7 +85,6 @@ def read_segments(folder: Path) -> list[Segment]:
 
 
 def _write_segments(folder: Path, segments: Iterable[Segment]) -> None:
-    """Replace the manifest of an index in one move."""
     value = {"format": _FORMAT, "segments": [asdict(segment) for segment in segments]}
     write_atomic(folder / "manifest.json", json_line(value))
 
@@ -279,7 +278,6 @@ def open_database(threads: int = _THREADS, spill: Path | None = None) -> duckdb.
 
 
 def _select(folder: Path, segments: Sequence[Segment]) -> str:
-    """The query for all rows that count."""
     whole = [folder / s.file for s in segments if not s.hidden]
     parts = [f"SELECT * FROM read_parquet([{', '.join(map(_quoted, whole))}], {_PLAIN})"] if whole else []
     for segment in segments:

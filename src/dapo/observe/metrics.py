@@ -215,7 +215,6 @@ METRICS: dict[str, Metric] = {
 
 
 def describe(name: str) -> Metric | None:
-    """The registered metric behind ``name``, or None."""
     return METRICS.get(name) or next((metric for metric in METRICS.values() if metric.matches(name)), None)
 
 

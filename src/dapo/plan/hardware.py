@@ -27,8 +27,6 @@ ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``hosts`` of ``gpus`` cards each."""
-
     hosts: int
     gpus: int
     name: str

@@ -162,7 +162,6 @@ def check_phases(root: Path, phases: Mapping[str, StageConfig | Config], resume:
 
 
 def report(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """What each phase changed, in Markdown."""
     lines = ["# Phases", ""]
     for name, summary in summaries.items():
         lines += [

@@ -209,7 +209,6 @@ def _alarms(run: RunView) -> list[Block]:
 
 
 def _alarms_again(run: RunView) -> list[str]:
-    """What the alarms said during the run."""
     try:
         return [f"step {step}: {text}" for step, _, said in run.alarms() for text in said]
     except UserError as error:  # such as a recipe of an earlier version

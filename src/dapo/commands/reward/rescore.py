@@ -65,8 +65,6 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class GroupChange:
-    """A group whose verdict in dynamic sampling changed."""
-
     step: int
     draw: int
     row: int

@@ -51,7 +51,6 @@ def say(lines: Iterable[str], stderr: bool = False) -> None:
 
 
 def show_yaml(text: str) -> None:
-    """Print a recipe, coloured on a terminal."""
     from dapo.util.terminal import Terminal
 
     console = Terminal()
