@@ -10,7 +10,7 @@ import typer
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Overrides, Recipe
-from dapo.commands.shared.output import status_line
+from dapo.commands.shared.output import print_json, status_line
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def doctor(
                 if not (as_json or table) and _is_shown(finding, quiet):
                     console.print(finding.line(), markup=False, highlight=False, soft_wrap=True)
         if as_json:
-            from dapo.util.files import json_line
-
-            print(json_line(told(findings)), end="")
+            print_json(told(findings))
         else:
             if table:
                 from rich.table import Table

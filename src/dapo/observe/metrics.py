@@ -260,9 +260,6 @@ class MetricsLog:
         for tracker in self._trackers:
             tracker.summarise(summary)
 
-    def read(self) -> list[dict[str, Any]]:
-        return list(read_metrics(self.path))
-
     def close(self) -> None:
         """Close the file. Every line was flushed when written, so there is nothing left that could fail to be."""
         with contextlib.suppress(OSError):
