@@ -24,9 +24,6 @@ _SHOWN = 4  # so many differences of one cause are printed one by one; --json ha
 def replay(
     run: Run,
     step: Annotated[int, typer.Option(metavar="K", help="Rollout step, from 1.")],
-    update: Annotated[
-        int | None, typer.Option(metavar="J", help="This optimizer update of the step only, from 0.")
-    ] = None,
     sample: Annotated[
         str | None,
         typer.Option(metavar="DRAW:INDEX", help="Show the tokens of this sample, numbered as by dapo inspect."),
@@ -50,7 +47,7 @@ def replay(
         with status_line(as_json, "loading") as progress:
             from dapo.commands.replay.replay import replay as make_again
 
-            found = make_again(run, step, update, wanted, rewards, progress)
+            found = make_again(run, step, wanted, rewards, progress)
         if as_json:
             print_json(plain(found.as_json()))
         else:
