@@ -370,10 +370,13 @@ MISTAKES: dict[str, Mistake] = {
         also=frozenset({"answer-format"}),
     ),
     "lists of answers": Mistake(
-        "bad-rows", "fail", _rows(lambda all_: [{**r, "answer": [r["answer"]]} for r in all_]), "one answer in each row"
+        "bad-rows", "fail", _rows(lambda all_: [{**r, "answer": [r["answer"]]} for r in all_]), "one answer a row"
     ),
     "a table of commas": Mistake(
-        "bad-rows", "fail", lambda f: (f / "train.jsonl").write_text("prompt,answer\n1+1=,2\n"), "such as CSV"
+        "bad-rows",
+        "fail",
+        lambda f: (f / "train.jsonl").write_text("prompt,answer\n1+1=,2\n"),
+        "JSON lines, a JSON array or Parquet",
     ),
     "another encoding": Mistake(
         "bad-rows",
