@@ -343,7 +343,7 @@ def duration(seconds: float) -> str:
 
 
 def _by_kind(name: str, value: float) -> str:
-    if re.search("accuracy|greedy|truncated|no_answer|lenient|avg@|pass@|maj@", name):
+    if re.search("accuracy|truncated|no_answer|lenient|avg@|pass@|maj@", name):
         return f"{value:.1%}"
     return f"{value:.0f}" if float(value).is_integer() and "length" not in name else f"{value:.2f}"
 
