@@ -57,7 +57,6 @@ def inspect(
     status: Annotated[str | None, _STATUS] = None,
     correct: Annotated[_Correct | None, _sample_option(help="Right or wrong ones.")] = None,
     longer_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
-    shorter_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
     truncated: Annotated[bool, _sample_option("--truncated", help="Cut at the limit.")] = False,
     row: Annotated[int | None, _sample_option("--row", "--prompt", help="Of this row of the data.")] = None,
     draw: Annotated[int | None, _sample_option(help="Of this draw: one group.")] = None,
@@ -80,7 +79,7 @@ def inspect(
         from dapo.observe.samples import SampleFilter
 
         right = None if correct is None else correct is _Correct.true
-        wanted = SampleFilter(statuses(status), right, longer_than, shorter_than, truncated, row, draw, index, contains)
+        wanted = SampleFilter(statuses(status), right, longer_than, truncated, row, draw, index, contains)
         asks_for_samples = samples or wanted != SampleFilter() or sort or full or table
         if asks_for_samples and metrics is not None:
             raise ConfigError("--metrics: cannot be shown together with samples; ask for one of them at a time")
