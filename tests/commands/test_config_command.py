@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 from typer.testing import CliRunner
 
-from dapo.commands import app, config
+from dapo.commands import app
 from dapo.config import all_keys, build_config, load_config, nested
 from dapo.config.reference import keys_of
 from dapo.config.tree import Config
@@ -107,15 +105,6 @@ def test_as_json() -> None:
     }
     values = {key: one["value"] for key, one in json.loads(shown("r.yaml", "reward.args={}", "--json")).items()}
     assert build_config(nested(values)) == load_config("r.yaml", ["reward.args={}"])
-
-
-def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr(
-        "dapo.util.terminal.Terminal", lambda: Console(file=out, force_terminal=True, color_system=None, width=120)
-    )
-    config.config("r.yaml")
-    assert "groups_per_update: 64  # changed" in out.getvalue()
 
 
 def test_types_are_said_in_words() -> None:

@@ -11,7 +11,7 @@ import typer
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Overrides, is_setting
-from dapo.commands.shared.output import print_json, show_yaml
+from dapo.commands.shared.output import print_json, print_lines
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -46,7 +46,7 @@ def config(
         if as_json:
             print_json(dict(_as_json(values, reference)))
         else:
-            show_yaml("\n".join(_document(values, reference)))
+            print_lines(_document(values, reference))
 
 
 def _resolve(recipe: str | None, overrides: Sequence[str]) -> tuple[Config, list[str]]:

@@ -12,7 +12,7 @@ import typer
 
 from dapo.commands.shared.errors import complain, errors_for_people, exit_code
 from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
-from dapo.commands.shared.output import say, show_yaml
+from dapo.commands.shared.output import print_lines, say
 from dapo.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -174,20 +174,15 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
         plan["memory"] = predicted_from(config)
     if resume is not None:
         plan |= _where_it_goes_on(resume, config)
-    if config.rollout.max_staleness or own_parts(config):  # what is said of these needs torch
-        from dapo.checks.settings import ahead_told
+    if config.rollout.max_staleness or own_parts(config):  # looking at these needs torch
         from dapo.checks.start import check_own_parts
 
         check_own_parts(config)
         plan |= own_parts(config)
-        try:
-            plan["sampled ahead"] = ahead_told(config)[0] if config.rollout.max_staleness else "nothing"
-        except ConfigError as error:  # a device that the machine of the run will have
-            plan["sampled ahead"] = f"not known here: {error}"
     plan["not looked into here"] = "weights, reward function, rows of the data (dapo doctor)"
     notes = [*plan.items(), *(("warning", text) for text in warnings_for(config))]
     comments = (f"# {name}: {value}" for name, value in notes)  # so that the whole is YAML
-    show_yaml(config_yaml(config) + "\n".join(comments))
+    print_lines([config_yaml(config).rstrip("\n"), *comments])
     require_files(config, recipe)
     _try_model(config)
 

@@ -50,18 +50,6 @@ def say(lines: Iterable[str], stderr: bool = False) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def show_yaml(text: str) -> None:
-    from dapo.util.terminal import Terminal
-
-    console = Terminal()
-    if console.is_terminal:
-        from rich.syntax import Syntax
-
-        console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
-    else:
-        print(text, end="" if text.endswith("\n") else "\n")
-
-
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
