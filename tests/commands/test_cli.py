@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 from dapo.commands import app
 from dapo.commands.demo.task import make_tokenizer
 from dapo.commands.shared.options import files_and_settings
-from dapo.commands.train import _longer as longer
 from dapo.commands.train import next_commands
-from dapo.config import build_config, load_config
+from dapo.config import build_config
 from dapo.config.plan import recipe_path
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
 from dapo.rollout.engine import NotFiniteError
@@ -210,16 +209,6 @@ def test_train_hands_over_the_config_and_shows_the_end(monkeypatch: pytest.Monke
     assert "dapo train runs/r/config.yaml model.path=runs/r/model-after run.dir=runs/r-more\n" in result.stdout
 
 
-def test_to_train_on_secrets_are_to_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_run(monkeypatch, {"run_dir": "runs/r"})
-    Path("runs/r/model-after").mkdir(parents=True)
-    Path("f.py").write_text("def score(response, answer): ...")
-    reward = "reward={kind: function, function: 'f.py:score', args: {api_key: sk-one}}"
-    said = run("train", "r.yaml", reward).stdout
-    assert "run.dir=runs/r-more reward.args.api_key=... (config.yaml keeps no secrets)" in said
-    assert "sk-one" not in said
-
-
 def test_a_runs_own_config_is_no_recipe_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = replace_run(monkeypatch, {"run_dir": "runs/r"})
     Path("f.py").write_text("def score(response, answer): ...")
@@ -318,15 +307,9 @@ def test_samples_in_json_lines_are_recommended_by_name(workplace: Path) -> None:
     assert next_commands(str(workplace))[0].endswith(f"dapo inspect {workplace} --samples")
 
 
-def test_a_run_whose_minutes_are_over_is_to_be_gone_on_with(workplace: Path) -> None:
+def test_a_model_is_recommended_to_train_on_from(workplace: Path) -> None:
     (workplace / "model-after").mkdir()
     assert "model.path=" in next_commands(str(workplace))[0]
-    config = load_config(Path("r.yaml"), ["training.steps=9", "training.minutes=3"])
-    over = longer(config, {"steps": 4, "stopped": "the minutes are over: 4 steps took"})
-    (line,) = next_commands(str(workplace), over)
-    assert line.endswith(f"dapo train --resume {workplace} training.minutes=6")
-    assert longer(config, {"steps": 9, "stopped": "all steps are done"}) is None
-    assert longer(config, {"steps": 4, "stopped": "converged: no better"}) is None
 
 
 def test_a_dry_run_tries_the_template_with_a_tokenizer_that_is_at_hand(workplace: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -86,7 +86,6 @@ def _page(folder: Path) -> AbstractContextManager[None]:
 
 
 def _train(config: Config, resume: Path | None, quiet: bool) -> None:
-    from dapo.config.secrets import blanks, redact
     from dapo.observe.progress import make_listener
     from dapo.observe.run_folder import RunFolder
     from dapo.util.memory import collecting_later
@@ -101,8 +100,7 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
             summary = run_experiment(config, listener, RunOverrides(resume=folder), shutdown)
         listener.finished(summary)
     if not quiet:
-        secrets = list(blanks(redact(config.model_dump(mode="json"))))
-        say(next_commands(summary.get("run_dir") or config.run.dir, _longer(config, summary), secrets))
+        say(next_commands(summary.get("run_dir") or config.run.dir))
 
 
 @contextmanager
@@ -128,31 +126,17 @@ def stopped_by_signals(
             raise typer.Exit(code) from None
 
 
-def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
-    """The setting with which a run whose minutes were over before its steps would train on; None: it was another."""
-    from dapo.orchestrator.budget import Budget
-
-    budget = Budget(config.training, summary.get("steps", 0))
-    unfinished = budget.steps < config.training.steps and config.training.minutes is not None
-    return budget.how_to_go_on() if unfinished and not str(summary.get("stopped")).startswith("converged") else None
-
-
-def next_commands(run_dir: str | None, longer: str | None = None, secrets: Sequence[str] = ()) -> list[str]:
-    """What to do after a run, as far as the files for it exist. ``longer``: a setting with which it would train on.
-    ``secrets``: keys of its recipe that config.yaml does not keep."""
+def next_commands(run_dir: str | None) -> list[str]:
+    """What to do after a run, as far as the files for it exist."""
     if run_dir is None:
         return []
     folder = Path(run_dir)
     lines = []
     if any((folder / "samples").glob("step-*.jsonl")):
         lines.append(f"read what the model wrote: dapo inspect {folder} --samples")
-    if longer:
-        lines.append(f"go on with this run: dapo train --resume {folder} {longer}")
-    elif (folder / "model-after").is_dir():
-        again = "".join(f" {key}=..." for key in secrets)  # nothing else of the run is missing in its config.yaml
-        told = " (config.yaml keeps no secrets)" if secrets else ""
+    if (folder / "model-after").is_dir():
         command = f"dapo train {folder / 'config.yaml'} model.path={folder / 'model-after'} run.dir={folder}-more"
-        lines.append(f"train on from here: {command}{again}{told}")
+        lines.append(f"train on from here: {command}")
     if (folder / "metrics.jsonl").is_file():
         lines.append(f"what changed, what it cost and what it wrote, as one page: dapo report {folder}")
         lines.append(f"see it in the browser: dapo ui {folder}")
