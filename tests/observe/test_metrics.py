@@ -131,5 +131,5 @@ def test_a_full_disk_is_said_so(tmp_path: Path) -> None:
     log = MetricsLog(path)
     log._file.close()
     log._file = Path("/dev/full").open("w")  # noqa: SIM115
-    with pytest.raises(UserError, match="cannot write the metrics of step 7"), log:
+    with pytest.raises(UserError, match="cannot be written: No space left"), log:
         log.append(7, {"lr": 1.0})

@@ -15,7 +15,7 @@ from rich.table import Table
 from dapo.commands.shared import options
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.output import require_writable
-from dapo.errors import ConfigError, UserError
+from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal, counted
 
 if TYPE_CHECKING:
@@ -171,15 +171,13 @@ def _place(output: Path | None, save_samples: bool) -> Path | None:
 
 def _write(place: Path, report: Mapping[str, Any], results: Sequence[FileResult], save_samples: bool) -> None:
     """evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced."""
-    from dapo.util.files import json_line, write_atomic, write_json
+    from dapo.util.files import json_line, write_atomic, write_json, writing
 
-    try:
+    with writing(place.parent):
         write_json(place, report)
         for result in results if save_samples else ():
             path = place.with_name(f"samples-{result.name}.jsonl")
             write_atomic(path, map(json_line, result.evaluation.sample_lines()))
-    except OSError as error:
-        raise UserError(f"--output: cannot write {place}: {error.strerror or error}") from None
 
 
 def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, Any]) -> None:

@@ -73,10 +73,7 @@ def require_writable(option: str, output: Path, inputs: Iterable[str | Path] = (
 def write_results(output: Path, found: Mapping[str, Any]) -> None:
     """Write what was found, and by which command, to the file of ``--json``. Raises UserError if that fails."""
     from dapo.config.secrets import redact_command
-    from dapo.util.files import write_json
+    from dapo.util.files import write_json, writing
 
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    with writing(output):
         write_json(output, {"command": redact_command(sys.argv), **found})
-    except OSError as error:
-        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None
