@@ -447,7 +447,7 @@ def test_a_failed_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
         original(self, folder)
 
     monkeypatch.setattr(Trainer, "save_state", full)
-    with pytest.raises(UserError, match="cannot write the checkpoint: No space left on device"):
+    with pytest.raises(UserError, match="cannot be written: No space left on device"):
         run(tmp_path, LONG | {"run.keep_last": 1}, heldout=PROMPTS[:4])
     assert [p.name for p in RunFolder(tmp_path).checkpoints.glob("*step*")] == ["step-00001"]
     monkeypatch.undo()

@@ -141,7 +141,7 @@ class Checkpoints:
         while not place.between_steps and (self._folder / place.name).exists():
             place = replace(place, repeat=place.repeat + 1)
         target = self._folder / place.name
-        try:
+        with writing(target):
             if not target.is_dir():
                 self._require_space(snapshot, target)
                 with new_folder(target) as staging:
@@ -151,11 +151,6 @@ class Checkpoints:
                 self._small_files = max(0, sum(file["bytes"] for file in files.values()) - snapshot.bytes)
             if snapshot.best is not None:
                 write_json(self._folder / "best.json", snapshot.best)
-        except UserError:
-            raise
-        except Exception as error:  # to safetensors and tokenizers a full disk is no OSError
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"{target}: cannot write the checkpoint: {reason}") from None
         self.prune()
         return target
 
@@ -200,7 +195,7 @@ class Checkpoints:
         needed, free = snapshot.bytes + self._small_files, shutil.disk_usage(self._folder).free
         if free < needed:
             raise UserError(
-                f"{target}: cannot write the checkpoint: No space left on device: it takes {size_text(needed)}, and "
+                f"{target}: cannot be written: No space left on device: it takes {size_text(needed)}, and "
                 f"{size_text(free)} are free. The old one goes only once the new one is complete, so there has to be "
                 f"room for both; a lower run.keep_last keeps fewer"
             )
