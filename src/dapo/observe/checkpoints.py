@@ -1,16 +1,7 @@
-"""The checkpoints of a run: named by where in the run they were taken, each there whole or not at all.
+"""The checkpoints of a run: named by where in the run they were taken (docs/runs.md), each there whole or not at all.
 
-::
-
-    checkpoints/
-      step-00012/                after 12 rollout steps
-      step-00012-rollout/        stopped inside of the 13th one, while sampling
-      step-00012-update-00003/   stopped inside of the 13th one, after 3 of its optimizer updates
-      damaged-step-00011/        found to be damaged when the run was to go on from it
-      best.json                  which step had the best evaluation
-
-Each holds ``model/`` (Hugging Face layout), ``optimizer/``, the state of everything else (``state.py``), and, written
-last, ``manifest.json``: names, sizes and SHA-256 of the other files.
+Each holds ``model/`` (Hugging Face layout), ``optimizer/``, the state of everything else and, written last,
+``manifest.json``: names, sizes and SHA-256 of the other files.
 """
 
 from __future__ import annotations
