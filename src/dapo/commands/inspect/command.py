@@ -143,8 +143,7 @@ def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None,
         print_json(found.samples)
         return
     if shown_as == "table":
-        width = terminal_width() or _WIDE
-        Terminal(width=width, highlight=False).print(table(found.samples, width))
+        print_lines(table(found.samples, terminal_width() or _WIDE))
     else:
         whole = shown_as == "full"
         print_lines(line for sample in found.samples for line in [*show(sample, terminal_width() or 100, whole), ""])
