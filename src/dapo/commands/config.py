@@ -22,8 +22,7 @@ _WIDTH = 110
 
 def config(
     recipe: Annotated[
-        str | None,
-        typer.Argument(metavar="[RECIPE]", help="YAML file that describes a run. None: the defaults."),
+        str | None, typer.Argument(metavar="[RECIPE]", help="YAML file that describes a run. None: the defaults.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,

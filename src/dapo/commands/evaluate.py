@@ -28,8 +28,7 @@ Words = Annotated[
     typer.Argument(metavar="[FILES] [SECTION.KEY=VALUE]", help="Further data files, and keys of the config to change."),
 ]
 Data = Annotated[
-    list[str] | None,
-    typer.Option(metavar="FILE", help="Rows to evaluate on; several files are evaluated one by one."),
+    list[str] | None, typer.Option(metavar="FILE", help="Rows to evaluate on; several files are evaluated one by one.")
 ]
 Benchmark = Annotated[
     str | None,

@@ -29,8 +29,7 @@ def train(
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN",
-            help="Go on with the run in this folder, from its latest checkpoint. RECIPE may be left out.",
+            metavar="RUN", help="Go on with the run in this folder, from its latest checkpoint. RECIPE may be left out."
         ),
     ] = None,
     dry_run: Annotated[

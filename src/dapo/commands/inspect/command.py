@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 _sample_option = partial(typer.Option, rich_help_panel="Options for --samples")
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of several.")]
-_METRICS = typer.Option(
-    metavar="NAME,...",
-    help="Show these metrics of every step, such as accuracy,'clip/*'.",
-)
+_METRICS = typer.Option(metavar="NAME,...", help="Show these metrics of every step, such as accuracy,'clip/*'.")
 _STATUS = _sample_option(metavar="STATUS,...", help="Kept, or why not: kept, all_wrong, ...")
 
 

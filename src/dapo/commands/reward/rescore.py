@@ -55,12 +55,7 @@ class Change:
     def as_json(self) -> dict[str, Any]:
         """Which sample, and both rewards."""
         place = {key: self.sample.get(key) for key in ("step", "draw", "row", "index")}
-        return {
-            **place,
-            "kind": self.kind,
-            "before": reward_to_json(self.before),
-            "after": reward_to_json(self.after),
-        }
+        return {**place, "kind": self.kind, "before": reward_to_json(self.before), "after": reward_to_json(self.after)}
 
 
 @dataclass(frozen=True, slots=True)
