@@ -5,10 +5,8 @@ cannot be made again, the result says why, and the others are there all the same
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -31,6 +29,7 @@ from dapo.observe.run_view import RunView
 from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.records import Group, Sample
 from dapo.training.update_report import UpdateReport
+from dapo.util.asynchronous import run_async
 
 _TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}
 """Relative difference of loss and gradient norm that other hardware or another order of additions may make."""
@@ -204,9 +203,7 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
         changed = view.changes_of_reward(config)
         found.notes += [f"the reward is not the one that the run started with: {one}" for one in changed]
         rows = StoredRows(config, config.reward, found.notes.append)
-        with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one, such as a notebook's
-            work = rescore(view.folder, [found.step], config.reward, config, rows, changes.append)
-            thread.submit(asyncio.run, work).result()
+        run_async(lambda: rescore(view.folder, [found.step], config.reward, config, rows, changes.append))
     except UserError as error:
         found.missing.append(f"rewards: {error}")
         return
