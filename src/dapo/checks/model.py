@@ -27,7 +27,7 @@ def _warning(name: str, found: str, fix: str) -> Finding:
 
 
 def check_device(context: CheckContext) -> Iterator[Finding]:
-    config = context.config
+    config: Any = context.config
     try:
         learner = device_of(config)
         engine = learner if isinstance(config, StageConfig) else engine_device(config)

@@ -54,9 +54,9 @@ def doctor(
             for finding in examine(recipe, overrides or (), probe, tell, stage, checks):
                 findings.append(finding)
                 if not as_json and (not quiet or finding.status in ("warn", "fail")):
-                    line = Text(finding.line())
-                    line.stylize(_STYLES[finding.status], 0, 4)
-                    console.print(line, soft_wrap=True)
+                    told_of = Text(finding.line())
+                    told_of.stylize(_STYLES[finding.status], 0, 4)
+                    console.print(told_of, soft_wrap=True)
         if as_json:
             print_json(told(findings))
         else:
