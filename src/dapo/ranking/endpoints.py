@@ -70,6 +70,7 @@ def router(rankers: Callable[[], Rankers], most: int) -> APIRouter:
 
     @routes.post("/rank")
     async def rank(asked: Asked) -> dict[str, Any]:
+        """The candidates with their scores, the best first."""
         name, ranker, row = read(asked)
         return {"ranker": name, "ranking": [one.told for one in best_first(await score(ranker, row))]}
 
