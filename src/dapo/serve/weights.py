@@ -104,6 +104,7 @@ def router(loaded: Callable[[], ServedModel], token: str | None, folder: Path | 
 
     @routes.post("")
     async def load_checkpoint(asked: FromCheckpoint) -> dict[str, Any]:
+        """Take the weights of a checkpoint."""
         door = of(asked.model)
         tensors = await in_thread(_tensors, folder, asked.checkpoint, door.engines[0].shapes)
         return {"version": await door.load(asked, tensors)}

@@ -222,4 +222,5 @@ def add_reports(
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        """For Prometheus."""
         return metrics_response(registry)
