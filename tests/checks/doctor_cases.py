@@ -370,10 +370,13 @@ MISTAKES: dict[str, Mistake] = {
         also=frozenset({"answer-format"}),
     ),
     "lists of answers": Mistake(
-        "bad-rows", "fail", _rows(lambda all_: [{**r, "answer": [r["answer"]]} for r in all_]), "one answer in each row"
+        "bad-rows", "fail", _rows(lambda all_: [{**r, "answer": [r["answer"]]} for r in all_]), "one answer a row"
     ),
     "a table of commas": Mistake(
-        "bad-rows", "fail", lambda f: (f / "train.jsonl").write_text("prompt,answer\n1+1=,2\n"), "such as CSV"
+        "bad-rows",
+        "fail",
+        lambda f: (f / "train.jsonl").write_text("prompt,answer\n1+1=,2\n"),
+        "JSON lines, a JSON array or Parquet",
     ),
     "another encoding": Mistake(
         "bad-rows",
@@ -492,7 +495,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # the machine
     "a run folder that exists": Mistake("run-folder", "fail", _run_folder, "run.if_exists=rename"),
-    "a run folder inside of a file": Mistake("run-folder", "fail", _recipe(run__dir="recipe.yaml/run"), "is a file"),
+    "a run folder inside of a file": Mistake(
+        "run-folder", "fail", _recipe(run__dir="recipe.yaml/run"), "Not a directory"
+    ),
     "a GPU that is not there": Mistake("device", "fail", _recipe(runtime__device="cuda"), "runtime.device=auto"),
     "an engine's GPU that is not there": Mistake(
         "device", "fail", _recipe(rollout__device="cuda:7"), "rollout.device=null"

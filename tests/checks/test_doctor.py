@@ -625,8 +625,7 @@ def test_what_no_model_wrote_is_scored_as_a_whole_response_to_a_prompt_that_open
 
     prompt = Prompt(0, "1+1=", (1,), "2", {}, "<think>")
     asyncio.run(rewards.scores(cast(Any, Asked()), [(prompt, "2")]))
-    asyncio.run(rewards.scores(cast(Any, Asked()), [(prompt, "2")], ["length"]))
-    assert seen == [("", "2", "stop"), ("<think>", "2", "length")]
+    assert seen == [("", "2", "stop")]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -20,9 +19,8 @@ from typer.testing import CliRunner
 from dapo.commands import app
 from dapo.commands.demo.task import make_tokenizer
 from dapo.commands.shared.options import files_and_settings
-from dapo.commands.train import _longer as longer
 from dapo.commands.train import next_commands
-from dapo.config import build_config, load_config
+from dapo.config import build_config
 from dapo.config.plan import recipe_path
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
 from dapo.rollout.engine import NotFiniteError
@@ -176,25 +174,12 @@ def test_a_dry_run_prints_the_recipe_and_its_numbers_and_writes_nothing(workplac
     assert sorted(workplace.rglob("*")) == before
 
 
-def test_a_dry_run_says_what_is_sampled_ahead_and_refuses_what_does_not_go_with_it(workplace: Path) -> None:
+def test_a_dry_run_refuses_what_does_not_go_with_sampling_ahead(workplace: Path) -> None:
     ahead = ("train", "r.yaml", "--dry-run", "rollout.max_staleness=2", "runtime.device=cpu")
-    told = run(*ahead).stdout
-    assert "# sampled ahead: up to 2 steps ahead (rollout.in_flight=keep), on the CPU that the updates use" in told
-    assert "# prompts drawn per step, at most: 160" in told
-    assert "# sampled ahead: not known here: rollout.device: cuda:99" in run(*ahead, "rollout.device=cuda:99").stdout
+    assert "# prompts drawn per step, at most: 160" in run(*ahead).stdout
     Path("own.py").write_text("class Mine:\n    def __init__(self, *given): ...\n")
     refused = run(*ahead, "rollout.engine=own.py:Mine", "rollout.in_flight=restart")
     assert refused.exit_code == 2 and "restart needs an engine" in refused.stderr
-
-
-def test_a_dry_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dapo.commands import train
-
-    out = io.StringIO()
-    terminal = Console(file=out, force_terminal=True, color_system=None, width=80)
-    monkeypatch.setattr("dapo.util.terminal.Terminal", lambda **_: terminal)
-    train.train(Path("r.yaml"), dry_run=True)
-    assert "clip_ratio_high: 0.28" in out.getvalue() and "# samples per step: 128" in out.getvalue()
 
 
 def test_a_dry_run_shows_no_secrets() -> None:
@@ -250,16 +235,6 @@ def test_train_hands_over_the_config_and_shows_the_end(monkeypatch: pytest.Monke
     assert "run folder: runs/r" in result.stdout
     # and not r.yaml, which knows nothing of training.steps=7
     assert "dapo train runs/r/config.yaml model.path=runs/r/model-after run.dir=runs/r-more\n" in result.stdout
-
-
-def test_to_train_on_secrets_are_to_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_run(monkeypatch, {"run_dir": "runs/r"})
-    Path("runs/r/model-after").mkdir(parents=True)
-    Path("f.py").write_text("def score(response, answer): ...")
-    reward = "reward={kind: function, function: 'f.py:score', args: {api_key: sk-one}}"
-    said = run("train", "r.yaml", reward, "run.dir=runs/new").stdout
-    assert "run.dir=runs/r-more reward.args.api_key=... (config.yaml keeps no secrets)" in said
-    assert "sk-one" not in said
 
 
 def test_a_runs_own_config_is_no_recipe_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,15 +335,9 @@ def test_samples_in_json_lines_are_recommended_by_name(workplace: Path) -> None:
     assert next_commands(str(workplace))[0].endswith(f"dapo inspect {workplace} --samples")
 
 
-def test_a_run_whose_minutes_are_over_is_to_be_gone_on_with(workplace: Path) -> None:
+def test_a_model_is_recommended_to_train_on_from(workplace: Path) -> None:
     (workplace / "model-after").mkdir()
     assert "model.path=" in next_commands(str(workplace))[0]
-    config = load_config(Path("r.yaml"), ["training.steps=9", "training.minutes=3"])
-    over = longer(config, {"steps": 4, "stopped": "the minutes are over: 4 steps took"})
-    (line,) = next_commands(str(workplace), over)
-    assert line.endswith(f"dapo train --resume {workplace} training.minutes=6")
-    assert longer(config, {"steps": 9, "stopped": "all steps are done"}) is None
-    assert longer(config, {"steps": 4, "stopped": "converged: no better"}) is None
 
 
 def test_a_dry_run_tries_the_template_with_a_tokenizer_that_is_at_hand(workplace: Path) -> None:

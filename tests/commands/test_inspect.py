@@ -265,7 +265,6 @@ def test_a_sample_is_shown_with_all_that_is_known_of_it(run: RunFolder) -> None:
         (["--correct", "true"], [0, 3]),
         (["--correct", "false"], [1, 2]),
         (["--longer-than", "8"], [1, 2]),
-        (["--shorter-than", "4"], [3, 4]),
         (["--truncated"], [1]),
         (["--row", "5"], [3, 4]),
         (["--draw", "8"], [2]),
@@ -297,7 +296,7 @@ def test_texts_are_shown_literally_and_control_characters_made_visible(run: RunF
 
 
 def test_a_failed_score_is_no_verdict(run: RunFolder) -> None:
-    assert "no verdict: timed out" in shown(run.root, "--shorter-than", 4)
+    assert "no verdict: timed out" in shown(run.root, "--row", 5)
 
 
 def test_long_texts_are_cut_unless_all_is_asked_for(run: RunFolder) -> None:
@@ -338,7 +337,7 @@ def with_and_without_the_index(monkeypatch: pytest.MonkeyPatch, *arguments: obje
     [
         ["--status", "kept,all_wrong"],
         ["--correct", "false", "--longer-than", 8],
-        ["--shorter-than", 4, "--sort", "reward"],
+        ["--longer-than", 3, "--sort", "reward"],
         ["--truncated"],
         ["--row", 5, "--index", 1],
         ["--draw", 8],

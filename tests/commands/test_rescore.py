@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dapo.algorithm.admission import GroupVerdict
 from dapo.commands.reward.rescore import StoredRows, kind_of_change, rescore
 from dapo.config import CodeReward, ExactReward, FunctionReward, load_config
 from dapo.errors import DataError, UserError
@@ -91,8 +90,6 @@ def test_the_numbers_of_a_step(tmp_path, function):
         "compared": 5,
         "sum_before": 1 - 1 - 1 - 1 + 1,
         "sum_after": 1 + 1 + 1 - 1 + 1,
-        "failed_before": 1,
-        "failed_after": 1,
         "groups": 3,
         "kept_before": 2,
         "kept_after": 2,
@@ -109,11 +106,7 @@ def test_the_numbers_of_a_step(tmp_path, function):
         (2, 1, "failed"),
         (2, 2, "recovered"),
     ]
-    assert [(one.draw, one.row, one.before, one.after) for one in step.group_changes] == [
-        (0, 0, GroupVerdict.MIXED, GroupVerdict.ALL_RIGHT),
-        (1, 1, GroupVerdict.ALL_WRONG, GroupVerdict.MIXED),
-    ]
-    assert json.loads(json.dumps(step.as_json()))["group_changes"][0]["after"] == "all_right"
+    assert json.loads(json.dumps(step.as_json()))["changes"][0]["kind"] == "wrong_to_right"
 
 
 def test_the_runs_own_reward_gives_its_own_verdicts_again(tmp_path):
@@ -121,7 +114,7 @@ def test_the_runs_own_reward_gives_its_own_verdicts_again(tmp_path):
     steps = {1: [group(0, 0, [("4", right), ("5", wrong)])], 4: [group(1, 1, [("6", right), ("6", right)])]}
     first, second = rescored(stored_run(tmp_path / "run", steps), EXACT, steps=(1, 4))
     assert (first.step, second.step) == (1, 4)
-    assert first.changes == second.changes == () and first.group_changes == second.group_changes == ()
+    assert first.changes == second.changes == ()
     kept = [(step.numbers["kept_before"], step.numbers["kept_after"]) for step in (first, second)]
     assert kept == [(1, 1), (0, 0)]
 
@@ -194,6 +187,3 @@ def test_groups_without_right_and_wrong_are_judged_by_their_spread(tmp_path, fun
     (step,) = rescored(stored_run(tmp_path / "run", steps, settings=settings), function("scaled"))
     names = ("kept_before", "kept_after", "no_longer_kept", "newly_kept")
     assert [step.numbers[name] for name in names] == [1, 0, 1, 0]
-    assert [(one.draw, one.before, one.after) for one in step.group_changes] == [
-        (0, GroupVerdict.MIXED, GroupVerdict.FLAT)
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -718,95 +717,7 @@ def test_text_that_yaml_reads_as_something_else_is_explained(message: Message) -
     assert "got {'Answer': None}; put text that YAML reads as something else in quotes" in text
 
 
-# --- fuzz ---------------------------------------------------------------------------------------------------------
-
-VALUES: list[Any] = [
-    "null",
-    "true",
-    "-1",
-    "0",
-    "1",
-    "1e400",
-    "1e-6",
-    ".nan",
-    "''",
-    "'x'",
-    "[]",
-    "[1, a]",
-    "{}",
-    "{a: b}",
-]
-VALUES += [
-    "*x",
-    "&a b",
-    "!!int ''",
-    "!!set {a}",
-    "2024-02-30",
-    "1:30",
-    "0x" + "f" * 40,
-    "é\u2028",
-    "|",
-    ">-",
-    "@",
-    "%",
-    "`",
-]
-
-
-def mutate(text: str, rng: random.Random) -> str | bytes:
-    """One to three small accidents."""
-    for _ in range(rng.randint(1, 3)):
-        lines = text.splitlines() or [""]
-        place = rng.randrange(len(lines))
-        line = lines[place]
-        match rng.randrange(9):
-            case 0:
-                del lines[place]
-            case 1:
-                lines.insert(rng.randrange(len(lines)), line)
-            case 2:
-                lines[place] = line.partition(":")[0] + ": " + rng.choice(VALUES)
-            case 3:
-                lines[place] = " " * rng.randint(0, 5) + line.lstrip()
-            case 4:
-                at = rng.randint(0, len(line))
-                lines[place] = line[:at] + rng.choice("abz_:#-{}[]'\"\t\0é,&*!|% ") + line[at:]
-            case 5:
-                at = rng.randrange(len(line)) if line else 0
-                lines[place] = line[:at] + line[at + 1 :]
-            case 6:
-                key = rng.choice(all_keys()).rpartition(".")[2]
-                lines[place] = re.sub(r"\w+(?=:)", key, line, count=1)
-            case 7:
-                lines = lines[:place]
-            case 8:
-                lines[place] = re.sub(r"\d+", lambda _: str(rng.choice([0, 1, 3, 7, 10**9, 10**20])), line)
-        text = "\n".join(lines) + "\n"
-    if rng.random() < 0.05:
-        raw = bytearray(text.encode())
-        raw[rng.randrange(len(raw))] = rng.randrange(256)
-        return bytes(raw)
-    return text
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_any_mutant_validates_or_says_where_it_is_wrong(load: Load, seed: int) -> None:
-    rng = random.Random(seed)
-    accepted = refused = 0
-    for _ in range(40):
-        text = mutate(RECIPE, rng)
-        try:
-            config = load(text)
-        except ConfigError as error:
-            refused += 1
-            for line in str(error).splitlines():
-                assert re.search(r"recipe\.yaml(:\d+)?: \S", line), (text, line)
-        else:
-            accepted += 1
-            build_config(config.model_dump(mode="json"))
-            warnings_for(config)
-    assert accepted > 0  # comments, spaces and other valid numbers are no errors
-    assert refused > 10
+# --- fuzz; whole recipes are in test_config_fuzz.py ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", all_keys())

@@ -302,7 +302,7 @@ def test_one_that_fails_twice_ends_the_run_at_the_next_step(tmp_path: Path, monk
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Trainer, "save_state", broken)
-    with pytest.raises(UserError, match=r"cannot write the checkpoint: Input/output(.|\n)*could not be saved"):
+    with pytest.raises(UserError, match=r"cannot be written: Input/output(.|\n)*could not be saved"):
         run(tmp_path / "run", {"run.save_every": 1, "training.steps": 200})
     assert len(steps_of(tmp_path / "run")) < 100
 

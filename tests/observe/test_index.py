@@ -82,11 +82,11 @@ def test_a_step_that_is_made_again_replaces_its_rows(tmp_path: Path) -> None:
     write_step(tmp_path, 4, text="another", correct=False)
     assert index.update() == 1
     assert ask(index, "SELECT step, bool_or(correct) FROM samples GROUP BY 1 ORDER BY 1")[2:] == [(3, True), (4, False)]
-    for step in range(5, 12):  # until what is hidden has gone into a larger segment
+    for step in range(5, 20):  # until what is hidden has gone into a larger segment
         write_step(tmp_path, step)
         index.update()
     assert not any(segment.hidden for segment in read_segments(index.folder))
-    assert ask(index, "SELECT count(*), count(DISTINCT step) FROM samples") == [(44, 11)]
+    assert ask(index, "SELECT count(*), count(DISTINCT step) FROM samples") == [(76, 19)]
 
 
 def test_a_step_whose_texts_are_gone_stays_until_it_is_taken_back(tmp_path: Path) -> None:

@@ -184,15 +184,15 @@ def test_the_end_shows_before_and_after(ticks: Iterator[float]) -> None:
 
 def test_pairs_of_the_summary() -> None:
     summary = {
-        "greedy_before": 0.125,
-        "greedy_after": 0.9715,
+        "accuracy_before": 0.125,
+        "accuracy_after": 0.9715,
         "response_length_before": 6,
         "response_length_after": 26.31,
         "reward_before": None,
         "reward_after": 1.0,
         "seconds_before": 3.0,
     }
-    assert before_and_after(summary) == [("greedy", "12.5%", "97.2%"), ("response length", "6.00", "26.31")]
+    assert before_and_after(summary) == [("accuracy", "12.5%", "97.2%"), ("response length", "6.00", "26.31")]
 
 
 def test_evaluations_and_durations() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from fastapi.testclient import TestClient
 
 from dapo.config.data import LiveConfig
 from dapo.data.live import LiveRows
-from dapo.serve.live import Journal, _entry, create_receiver
+from dapo.serve.app import _entry
+from dapo.serve.live import Journal, create_receiver
+from dapo.serve.protocol import ChatRequest
 from dapo.util.serving import Address, Progress
 from served import PINNED, served
 
@@ -53,10 +56,9 @@ def test_requests_with_consent_are_kept_and_feedback_makes_rows_of_them(folder: 
 
 
 def test_half_an_answer_is_not_kept() -> None:
-    asked = json.dumps(ASK | CONSENT).encode()
-    told = b'data: {"id": "x", "choices": [{"index": 0, "delta": {"content": "3"}}]}\n\n'
-    assert _entry(asked, told) is None
-    assert _entry(asked, told + b"data: [DONE]\n\n") == {"id": "x", "prompt": ASK["messages"], "response": "3"}
+    body = ChatRequest(**ASK, **CONSENT, stream=True)
+    for ended, kept in ((False, None), (True, {"id": "x", "prompt": ASK["messages"], "response": "3"})):
+        assert _entry(body, cast("Any", SimpleNamespace(id="x", first="3", ended=ended))) == kept
 
 
 def test_an_application_posts_prompts_and_feedback(tmp_path: Path) -> None:

@@ -73,7 +73,6 @@ listener.finished({"accuracy_before": 0.1, "accuracy_after": 0.9})
     assert done.returncode == 0, done.stderr
     assert max(done.stdout) < 128
     assert b"loading" in done.stdout and b"\\u280b" not in done.stdout and b"\\u03c0" in done.stdout
-    assert b"+---" in done.stdout and b"|" in done.stdout
 
 
 def test_one_is_no_plural() -> None:

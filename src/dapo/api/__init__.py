@@ -157,7 +157,6 @@ def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -
 
 
 def free_folder() -> str:
-    """For a run without a name."""
     return next(name for k in range(1, 10_000) if not Path(name := f"runs/python-{k}".removesuffix("-1")).exists())
 
 

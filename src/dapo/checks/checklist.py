@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -134,11 +133,9 @@ def run_check(context: CheckContext, entry: Entry) -> tuple[list[Finding], str |
             text = f"the check itself failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
             findings.append(Finding(entry.area, entry.name, "fail", text, "report it: this is a fault of dapo's"))
 
-    started = time.perf_counter()
     thread = threading.Thread(target=work, name=f"dapo-doctor-{entry.name}", daemon=True)
     thread.start()
     thread.join(entry.seconds)
-    context.seconds[entry.name] = time.perf_counter() - started
     found = list(findings)  # the thread may still be at work
     if thread.is_alive():
         text = f"not done after {entry.seconds:g} s, so it was left"

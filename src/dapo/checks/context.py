@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -51,7 +51,6 @@ class CheckContext:
     own_reward: bool = False
     at_start: bool = False
     probe: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)  # what each check took
 
     def need(self, thing: T | None, what: str) -> T:
         """``thing``, which another check provides. Raises NotAtHand if it did not."""

@@ -11,6 +11,7 @@ from typing import Any
 from dapo.checks.context import CheckContext, Finding, area_of, on_this_machine
 from dapo.checks.start import check_lengths, check_vocabulary, longest_sequence, notice_generation_config
 from dapo.config.reading import with_values
+from dapo.config.stages import StageConfig
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, UserError, extra, first_line
 from dapo.model import loading
@@ -26,14 +27,16 @@ def _warning(name: str, found: str, fix: str) -> Finding:
 
 
 def check_device(context: CheckContext) -> Iterator[Finding]:
+    config: Any = context.config
     try:
-        learner, engine = device_of(context.config), engine_device(context.config)
+        learner = device_of(config)
+        engine = learner if isinstance(config, StageConfig) else engine_device(config)
     except ConfigError as error:
         fix = "rollout.device=null" if str(error).startswith("rollout") else "runtime.device=auto"
         yield Finding("recipe", "device", "fail", str(error), fix)
         return
     context.device = learner
-    if context.config.runtime.kind == "ray":
+    if config.runtime.kind == "ray":
         return  # the cluster says
     text = f"training runs on {learner}" + f", the engine on {engine}" * (engine != learner)
     yield Finding("machine", "device", "pass", text)
@@ -90,10 +93,7 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
     try:
         loading.check_supported(found)
     except ModelError as error:
-        text = str(error)
-        if find_spec("vllm"):
-            text = text.replace(loading.MAYBE_SERVED, _by_vllm(found))
-        yield Finding("model", "architecture", "fail", text, "a model that docs/models.md names")
+        yield Finding("model", "architecture", "fail", str(error), "a model that docs/models.md names")
         return
     try:
         context.shape = shape_of(config, found)
@@ -108,11 +108,14 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_engine(context: CheckContext) -> Iterator[Finding]:
-    """Which engine covers the model, and why."""
     config, found = context.config, context.need(context.model_config, "model")
     engine, native = config.rollout.engine, f"native covers {loading.SUPPORTED[found.model_type]}"
+    said = {
+        "native": f"{native}; {'vLLM is installed, too' if find_spec('vllm') else 'vLLM is not installed'}",
+        "openai": f"the engine of the server has to cover {found.model_type}; {native}",
+    }
     if engine == "vllm":
-        from dapo.rollout.vllm.options import engine_arguments
+        from dapo.rollout.vllm.options import engine_arguments, find_vllm
 
         try:
             engine_arguments(config, context.need(context.shape, "model"), "", False, 1, 1, 0)
@@ -120,11 +123,7 @@ def check_engine(context: CheckContext) -> Iterator[Finding]:
             fix = "that, or rollout.engine=native, which covers the model"
             yield Finding(area_of(error, "model"), "engine", "fail", f"{error}; {native}", fix)
             return
-    said = {
-        "native": f"{native}; {'vLLM is installed, too' if find_spec('vllm') else 'vLLM is not installed'}",
-        "openai": f"the engine of the server has to cover {found.model_type}; {native}",
-        "vllm": f"{_by_vllm(found)}; {native}" if engine == "vllm" else "",
-    }
+        said["vllm"] = f"vLLM {find_vllm().__version__} covers {' and '.join(found.architectures)}; {native}"
     yours = f"{engine}: yours, what it covers is not known; {native}"
     yield Finding("model", "engine", "pass", said.get(engine, yours))
 
@@ -146,23 +145,6 @@ def check_server(context: CheckContext) -> Iterator[Finding]:
 
     asyncio.run(ask())
     yield Finding("machine", "server", "pass", "the policy server answers with all that training needs")
-
-
-def _by_vllm(model_config: Any) -> str:
-    """What vLLM says of a model."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from dapo.rollout.vllm.options import find_vllm, why_not
-
-    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "vLLM is given causal language models only"
-    try:
-        reason = why_not(model_config)
-    except ConfigError as error:
-        return str(error)
-    if reason is not None:
-        return f"vLLM does not cover it: {reason}"
-    return f"vLLM {find_vllm().__version__} covers {' and '.join(model_config.architectures)}"
 
 
 def _absent(context: CheckContext, what: str, name: str, file: str) -> Finding | None:
@@ -196,7 +178,7 @@ def check_tokens(context: CheckContext) -> Iterator[Finding]:
     if context.template is not None:
         context.template.embedding_rows = shape.get_input_embeddings().weight.shape[0]
     owner = context.model or loading.with_generation_config(shape, config.model.path)
-    heard = _Heard()
+    heard = Heard()
     try:
         check_vocabulary(owner, tokenizer, config, heard)
     except ModelError as error:
@@ -214,7 +196,7 @@ def check_tokens(context: CheckContext) -> Iterator[Finding]:
     more = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
     yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{more}")
     yield from _stop_tokens(context, owner, loading.stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
-    notice_generation_config(owner, said := _Heard())
+    notice_generation_config(owner, said := Heard())
     for text in said.warnings:
         yield _warning("generation-config", text, "take them out of generation_config.json")
 
@@ -238,7 +220,7 @@ def _of_another_model(context: CheckContext, rows: int) -> str | None:
     return f"{len(given) - same:,} of {len(given):,} tokens of model.tokenizer have another id in the model's own"
 
 
-class _Heard(QuietListener):
+class Heard(QuietListener):
     def __init__(self) -> None:
         self.warnings: list[str] = []
 

@@ -218,15 +218,11 @@ def _right(scored: Scored) -> int:
     return sum(reward.correct is True for _, _, reward in scored)
 
 
-async def scores(
-    scorer: Scorer, written: Sequence[tuple[Prompt, str]], ends: Sequence[FinishReason | None] = ()
-) -> list[Reward]:
-    """Of rows and responses. ``ends``: why they ended, if a model wrote them; others go on from no prompt's end.
+async def scores(scorer: Scorer, written: Sequence[tuple[Prompt, str]]) -> list[Reward]:
+    """Of rows and responses, which no model wrote: they go on from no prompt's end.
     Raises RewardError: the reward breaks its contract."""
-    items = [
-        (f"row {p.row + 1}", p if end else replace(p, end=""), text, end or "stop")
-        for (p, text), end in zip(written, ends or [None] * len(written), strict=True)
-    ]
+    end: FinishReason = "stop"
+    items = [(f"row {prompt.row + 1}", replace(prompt, end=""), text, end) for prompt, text in written]
     try:
         return await score_each(scorer, items, lambda: None)
     except ExceptionGroup as group:  # of scores at the same time: one of them says enough

@@ -29,6 +29,10 @@ _DOUBTS = {
     NO_ANSWER: ("placeholders", "leave those rows out: a response that says the same would be right"),
 }
 """Name and remedy of what may be wrong with rows (:meth:`Row.doubts`)."""
+_MEND_ALL = (
+    "mend them (JSON lines, a JSON array or Parquet, as UTF-8; one answer a row, as text or a number), or set the "
+    "keys as the file has them (data.prompt_key, data.answer_key)"
+)
 
 
 def check_rows(context: CheckContext) -> Iterator[Finding]:
@@ -83,7 +87,7 @@ def _bad_rows(found: CheckReport, config: Config, own_reward: bool) -> Iterator[
     rows, bad = sum(report.rows for report in train), sum(report.bad for report in train)
     text = f"data.train: {bad:,} of {rows:,} rows cannot be used, such as {_first_fault(train)}"
     fails = data.on_bad_row == "fail" or bad > data.max_bad_rows * rows
-    yield from _told("bad-rows", bad, text, _mend_rows(_first_fault(train), every=bad == rows), fails)
+    yield from _told("bad-rows", bad, text, _MEND_ALL if bad == rows else "mend them, or data.on_bad_row=skip", fails)
     bad_held_out = sum(report.bad for report in held_out)
     text = f"evaluation.data: {bad_held_out:,} rows cannot be used, such as {_first_fault(held_out)}"
     yield from _told("bad-rows", bad_held_out, text, "mend them: an evaluation leaves no row out", True)
@@ -119,19 +123,6 @@ def _repeated_rows(found: CheckReport, config: Config) -> Iterator[Finding]:
     text = f"{exact:,} rows to train on hold a prompt that is evaluated on, such as {example}"
     fix = "take them out of data.train: what the evaluation says of them is memory"
     yield from _told("overlap", exact, text, fix)
-
-
-def _mend_rows(fault: str, every: bool) -> str:
-    """What to do about bad rows, of which ``fault`` is the first; ``every``: there are no others."""
-    if "not UTF-8" in fault:
-        return "save the file as UTF-8"
-    if every and "not valid JSON" in fault:
-        return "give one JSON object a line, a JSON array or Parquet; no other format (such as CSV) is read"
-    if every and "must be text or a number" in fault:
-        return "keep one answer in each row, as text or a number; or data.answer_key=KEY of such a one"
-    if every:
-        return "mend them, or set the keys as the file has them (data.prompt_key, data.answer_key)"
-    return "mend them, or data.on_bad_row=skip"
 
 
 def _first_fault(reports: Sequence[FileReport]) -> str:

@@ -17,6 +17,7 @@ from dapo.config.user_parts import own_part
 from dapo.environments.player import check_environment
 from dapo.errors import UserError
 from dapo.model.placement import device_of, engine_device, take_turns
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.trackers import check_trackers
 from dapo.rollout.engine import in_flight_policy
 from dapo.util.terminal import counted
@@ -173,25 +174,17 @@ def ahead_told(config: Config) -> tuple[str, str]:
 
 def check_run_folder(context: CheckContext) -> Iterator[Finding]:
     """Whether the run folder can be made and written to. Leaves nothing behind."""
-    run = context.config.run
-    folder = Path(run.dir or "runs/run")
-    taken = folder.is_dir() and any(folder.iterdir())
+    folder = Path(context.config.run.dir or "runs/run")
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    note = " (the one there is kept under another name)" if taken else ""
-    text, fix = f"{folder} can be written{note}", ""
-    if taken and run.if_exists == "rename" and not (folder / "config.yaml").is_file():
-        text, fix = f"{folder} holds files that are not a run's, and is not renamed", f"run.dir={folder}-2"
-    elif taken and run.if_exists == "fail":
-        text = f"{folder} exists already"
-        fix = f"run.dir={folder}-2, or run.if_exists=rename; dapo train --resume {folder} goes on with that run"
-    elif not above.is_dir():
-        text, fix = f"{folder} would lie in {above}, which is a file", "run.dir=FOLDER elsewhere"
-    else:
-        try:
-            with tempfile.TemporaryFile(dir=above):
-                pass
-        except OSError as error:
-            text, fix = f"cannot write to {above}: {error.strerror or error}", "run.dir=FOLDER on another disk"
+    text, fix = f"{folder} can be written", ""
+    try:
+        RunFolder.require_free(context.config)
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except UserError as error:
+        text, _, fix = str(error).removeprefix("run.dir: ").partition("; ")
+    except OSError as error:
+        text, fix = f"cannot write to {above}: {error.strerror or error}", "run.dir=FOLDER elsewhere"
     yield Finding("machine", "run-folder", "fail" if fix else "pass", text, fix)
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Overrides, Recipe
-from dapo.commands.shared.output import status_line
-from dapo.util.terminal import Terminal, visible
+from dapo.commands.shared.output import print_json, status_line
+from dapo.util.terminal import Terminal
 
 if TYPE_CHECKING:
     from dapo.checks.checklist import Entry
@@ -47,29 +48,18 @@ def doctor(
 
         stage, checks = _of_stage(recipe)
         console = Terminal()
-        table = console.is_terminal and not as_json
         findings: list[Finding] = []
         with status_line(quiet or as_json, "reading the recipe") as progress:
             tell = lambda name: progress(f"checking: {name}")  # noqa: E731
             for finding in examine(recipe, overrides or (), probe, tell, stage, checks):
                 findings.append(finding)
-                if not (as_json or table) and _is_shown(finding, quiet):
-                    console.print(finding.line(), markup=False, highlight=False, soft_wrap=True)
+                if not as_json and (not quiet or finding.status in ("warn", "fail")):
+                    told_of = Text(finding.line())
+                    told_of.stylize(_STYLES[finding.status], 0, 4)
+                    console.print(told_of, soft_wrap=True)
         if as_json:
-            from dapo.util.files import json_line
-
-            print(json_line(told(findings)), end="")
+            print_json(told(findings))
         else:
-            if table:
-                from rich.table import Table
-                from rich.text import Text
-
-                shown = Table("", "check", "found", "to do")
-                for one in findings:
-                    if _is_shown(one, quiet):
-                        words = (Text(one.name), Text(visible(one.found)), Text(visible(one.fix)))
-                        shown.add_row(Text(one.status, _STYLES[one.status]), *words)
-                console.print(shown)
             for line in (not_checked(findings) if quiet else "", summary(findings)):
                 if line:
                     console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -87,7 +77,3 @@ def _of_stage(recipe: Path) -> tuple[str | None, Sequence[Entry] | None]:
     from dapo.stages.checks import entries
 
     return stage, entries()
-
-
-def _is_shown(finding: Finding, quiet: bool) -> bool:
-    return not quiet or finding.status in ("warn", "fail")

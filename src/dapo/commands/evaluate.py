@@ -15,7 +15,7 @@ from rich.table import Table
 from dapo.commands.shared import options
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.output import require_writable
-from dapo.errors import ConfigError, UserError
+from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal, counted
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ Words = Annotated[
     typer.Argument(metavar="[FILES] [SECTION.KEY=VALUE]", help="Further data files, and keys of the config to change."),
 ]
 Data = Annotated[
-    list[str] | None,
-    typer.Option(metavar="FILE", help="Rows to evaluate on; several files are evaluated one by one."),
+    list[str] | None, typer.Option(metavar="FILE", help="Rows to evaluate on; several files are evaluated one by one.")
 ]
 Benchmark = Annotated[
     str | None,
@@ -133,7 +132,6 @@ def _hash_of(benchmark: str | None) -> dict[str, str]:
 
 
 def _tell(listener: Any, model: str, found: Any, trained: Path | None, preset: Any, config: Config) -> None:
-    """What is evaluated, and by what."""
     from dapo.inference.model import function_of
 
     named: dict[str, Any] = {f"{model}: its model is": found.path if found.path != model else None}
@@ -172,15 +170,13 @@ def _place(output: Path | None, save_samples: bool) -> Path | None:
 
 def _write(place: Path, report: Mapping[str, Any], results: Sequence[FileResult], save_samples: bool) -> None:
     """evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced."""
-    from dapo.util.files import json_line, write_atomic, write_json
+    from dapo.util.files import json_line, write_atomic, write_json, writing
 
-    try:
+    with writing(place.parent):
         write_json(place, report)
         for result in results if save_samples else ():
             path = place.with_name(f"samples-{result.name}.jsonl")
             write_atomic(path, map(json_line, result.evaluation.sample_lines()))
-    except OSError as error:
-        raise UserError(f"--output: cannot write {place}: {error.strerror or error}") from None
 
 
 def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, Any]) -> None:

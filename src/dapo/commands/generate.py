@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -19,21 +18,16 @@ if TYPE_CHECKING:
     from dapo.inference.generate import Response
 
 
-class Template(enum.StrEnum):
-    """``auto``: that of the run the model comes from, else ``chat`` if the tokenizer has one, else ``plain``."""
-
-    AUTO = "auto"
-    PLAIN = "plain"
-    CHAT = "chat"
-    DAPO = "dapo"
-
-
 Prompts = Annotated[
     list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; - reads one from standard input.")
 ]
 Data = Annotated[str | None, typer.Option(metavar="FILE", help="Take the prompts from the rows of this file.")]
-TemplateName = Annotated[
-    Template, typer.Option(help="auto: the recipe's for a run of dapo, else chat if the tokenizer has one, else plain.")
+Template = Annotated[
+    str | None,
+    typer.Option(
+        metavar="plain|chat|dapo",
+        help="By default the recipe's for a run of dapo, else chat if the tokenizer has one, else plain.",
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -59,7 +53,7 @@ def generate(
     stop: options.Stop = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
     system: Annotated[str | None, typer.Option(help="System message (templates chat and dapo).")] = None,
-    template: TemplateName = Template.AUTO,
+    template: Template = None,
     settings: Settings = None,
     environment: Annotated[
         str | None, typer.Option(metavar="NAME", help="Play an episode in this environment, such as file.py:Class.")
@@ -81,8 +75,7 @@ def generate(
         if top_logprobs and not as_json:
             raise ConfigError("--top-logprobs: are written as JSON only; add --json")
         texts = _texts(prompts or [], data)
-        given = options.given_options(locals(), *options.SAMPLING, "data", "seed", "system", "environment")
-        given["--template"] = None if template is Template.AUTO else template.value
+        given = options.given_options(locals(), *options.SAMPLING, "data", "seed", "system", "environment", "template")
         _, config = settings_for(model, given, ONE_EACH, overrides=settings or [])
         require_files(config)
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
@@ -92,7 +85,11 @@ def generate(
                 return generate_episodes(config, texts, listener, _print_line if as_json else _print_episode)
             from dapo.inference.generate import generate_responses
 
-            show = _print_json if as_json else _printer(len(texts) + (data is not None), config)
+            show = (
+                (lambda one: _print_line(one.as_json()))
+                if as_json
+                else _printer(len(texts) + (data is not None), config)
+            )
             generate_responses(config, texts, listener, show, top_logprobs)
 
 
@@ -120,19 +117,12 @@ def _print_line(line: Mapping[str, Any]) -> None:
 
 
 def _print_episode(line: Mapping[str, Any]) -> None:
-    """The trace with its turns, and the verdict."""
     from dapo.commands.inspect.sample_report import episode_pieces, text_lines
 
     for label, text in [("prompt", line["prompt"]), *episode_pieces(line)]:
         print("\n".join(text_lines(label, text, 100, True)))
-    reward = line["reward"]
-    print(f"  reward   | {reward:+g}\n" if reward is not None else f"  reward   | none: {line['error']}\n", flush=True)
-
-
-def _print_json(response: Response) -> None:
-    from dapo.util.files import json_line
-
-    print(json_line(response.as_json()), end="", flush=True)
+    reward = f"none: {line['error']}" if line["reward"] is None else f"{line['reward']:+g}"
+    print(f"  reward   | {reward}\n", flush=True)
 
 
 def _printer(prompts: int, config: Any) -> Any:

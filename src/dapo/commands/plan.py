@@ -118,7 +118,6 @@ def _gib(sizes: Mapping[str, float]) -> dict[str, float]:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    """For people."""
     where, memory, seconds = found["cluster"], dict(found["gpu_gib"]), dict(found["step_seconds"])
     needed, usable, step = memory.pop("needed at once"), memory.pop("usable"), seconds.pop("step")
     yield f"model        {found['model']}, {found['parameters'] / 1e9:.2f} B parameters"

@@ -9,16 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import (
-    Debug,
-    DrainSeconds,
-    Host,
-    MaxBody,
-    Overrides,
-    Port,
-    Quiet,
-    TokenEnv,
-)
+from dapo.commands.shared.options import Debug, DrainSeconds, Host, MaxBody, Overrides, Port, Quiet, TokenEnv
 from dapo.errors import RewardError, extra
 
 
@@ -26,7 +17,7 @@ def reward_server(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="YAML file with a reward section (it may hold nothing else), or a kind of reward such as math.",
+            help="YAML file with a reward section (it may hold nothing else), or a kind of reward such as math."
         ),
     ],
     overrides: Overrides = None,

@@ -11,17 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import (
-    Debug,
-    DrainSeconds,
-    Host,
-    LiveFile,
-    MaxBody,
-    Port,
-    Quiet,
-    Redact,
-    TokenEnv,
-)
+from dapo.commands.shared.options import Debug, DrainSeconds, Host, LiveFile, MaxBody, Port, Quiet, Redact, TokenEnv
 from dapo.errors import ConfigError, extra
 from dapo.util.terminal import Terminal
 

@@ -20,14 +20,8 @@ if TYPE_CHECKING:
     from dapo.config import Config
     from dapo.config.stages import StageConfig
 
-Recipe = Annotated[
-    str | None,
-    typer.Argument(help="YAML file that describes the stage.", metavar="RECIPE"),
-]
-Resume = Annotated[
-    Path | None,
-    typer.Option(metavar="RUN", help="Go on with the run in this folder."),
-]
+Recipe = Annotated[str | None, typer.Argument(help="YAML file that describes the stage.", metavar="RECIPE")]
+Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check recipe and rows, print what follows, start nothing.")]
 Curve = Annotated[
     int, typer.Option(min=0, metavar="K", help="Train K times, on growing parts of the rows, each twice the last.")
@@ -126,7 +120,6 @@ def _stage(
 
 
 def _next(config: Any, model: str) -> str:
-    """What to do after a stage."""
     if config.stage != "reward_model":
         return f"train on from here: dapo train RECIPE model.path={model}"
     section = f"kind: model, path: {model}, template: {config.reward_model.template}"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dapo.commands.shared.errors import complain, errors_for_people, exit_code
 from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
-from dapo.commands.shared.output import say, show_yaml
+from dapo.commands.shared.output import print_lines, say
 from dapo.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def train(
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN",
-            help="Go on with the run in this folder, from its latest checkpoint. RECIPE may be left out.",
+            metavar="RUN", help="Go on with the run in this folder, from its latest checkpoint. RECIPE may be left out."
         ),
     ] = None,
     dry_run: Annotated[
@@ -88,7 +87,6 @@ def _page(folder: Path) -> AbstractContextManager[None]:
 
 
 def _train(config: Config, resume: Path | None, quiet: bool) -> None:
-    from dapo.config.secrets import blanks, redact
     from dapo.observe.progress import make_listener
     from dapo.observe.run_folder import RunFolder
     from dapo.util.memory import collecting_later
@@ -103,8 +101,7 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
             summary = run_experiment(config, listener, RunOverrides(resume=folder), shutdown)
         listener.finished(summary)
     if not quiet:
-        secrets = list(blanks(redact(config.model_dump(mode="json"))))
-        say(next_commands(summary.get("run_dir") or config.run.dir, _longer(config, summary), secrets))
+        say(next_commands(summary.get("run_dir") or config.run.dir))
 
 
 @contextmanager
@@ -130,31 +127,17 @@ def stopped_by_signals(
             raise typer.Exit(code) from None
 
 
-def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
-    """The setting with which a run whose minutes were over before its steps would train on; None: it was another."""
-    from dapo.orchestrator.budget import Budget
-
-    budget = Budget(config.training, summary.get("steps", 0))
-    unfinished = budget.steps < config.training.steps and config.training.minutes is not None
-    return budget.how_to_go_on() if unfinished and not str(summary.get("stopped")).startswith("converged") else None
-
-
-def next_commands(run_dir: str | None, longer: str | None = None, secrets: Sequence[str] = ()) -> list[str]:
-    """What to do after a run, as far as the files for it exist. ``longer``: a setting with which it would train on.
-    ``secrets``: keys of its recipe that config.yaml does not keep."""
+def next_commands(run_dir: str | None) -> list[str]:
+    """What to do after a run, as far as the files for it exist."""
     if run_dir is None:
         return []
     folder = Path(run_dir)
     lines = []
     if any((folder / "samples").glob("step-*.jsonl")):
         lines.append(f"read what the model wrote: dapo inspect {folder} --samples")
-    if longer:
-        lines.append(f"go on with this run: dapo train --resume {folder} {longer}")
-    elif (folder / "model-after").is_dir():
-        again = "".join(f" {key}=..." for key in secrets)  # nothing else of the run is missing in its config.yaml
-        told = " (config.yaml keeps no secrets)" if secrets else ""
+    if (folder / "model-after").is_dir():
         command = f"dapo train {folder / 'config.yaml'} model.path={folder / 'model-after'} run.dir={folder}-more"
-        lines.append(f"train on from here: {command}{again}{told}")
+        lines.append(f"train on from here: {command}")
     if (folder / "metrics.jsonl").is_file():
         lines.append(f"what changed, what it cost and what it wrote, as one page: dapo report {folder}")
         lines.append(f"see it in the browser: dapo ui {folder}")
@@ -176,20 +159,15 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
         plan["memory"] = predicted_from(config)
     if resume is not None:
         plan |= _where_it_goes_on(resume, config)
-    if config.rollout.max_staleness or own_parts(config):  # what is said of these needs torch
-        from dapo.checks.settings import ahead_told
+    if config.rollout.max_staleness or own_parts(config):  # looking at these needs torch
         from dapo.checks.start import check_own_parts
 
         check_own_parts(config)
         plan |= own_parts(config)
-        try:
-            plan["sampled ahead"] = ahead_told(config)[0] if config.rollout.max_staleness else "nothing"
-        except ConfigError as error:  # a device that the machine of the run will have
-            plan["sampled ahead"] = f"not known here: {error}"
     plan["not looked into here"] = "weights, reward function, rows of the data (dapo doctor)"
     notes = [*plan.items(), *(("warning", text) for text in warnings_for(config))]
     comments = (f"# {name}: {value}" for name, value in notes)  # so that the whole is YAML
-    show_yaml(config_yaml(config) + "\n".join(comments))
+    print_lines([config_yaml(config).rstrip("\n"), *comments])
     require_files(config, recipe)
     _try_model(config)
 

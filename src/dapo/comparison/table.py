@@ -90,7 +90,6 @@ class Measured:
         return fmean(self.rows.values())
 
     def along(self, axis: str) -> tuple[list[float], list[float]]:
-        """The places of its evaluations, and the values."""
         return [used[axis] for used, _ in self.curve], [value for _, value in self.curve]
 
 
@@ -213,7 +212,6 @@ class Table:
         return [*lines, ["failed", *(one or "none" for one in failed)], ["needs", *(one or "nothing" for one in needs)]]
 
     def failures(self) -> list[str]:
-        """What went wrong, a line for each cell."""
         failed = [one for one in self._cells if one.failed]
         return [f"{one.cell.name} failed: {one.failed} (see {one.cell.file('log')})" for one in failed]
 

@@ -102,10 +102,7 @@ _HUB = " (a data set of the hub is named owner/name, or has a split: or name:)"
 
 
 def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # a name too long
-        return False
+    return os.path.isfile(name)  # noqa: PTH113  (Path.is_file raises for a name that is too long)
 
 
 def evaluated_rows(items: list[DataItem], limit: int | None) -> int | None:

@@ -36,10 +36,6 @@ class Key:
     required: bool
     text: str
 
-    @property
-    def last(self) -> str:
-        return self.name.rpartition(".")[2]
-
 
 def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """The keys of a section and of those inside it, in order.

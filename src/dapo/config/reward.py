@@ -7,9 +7,35 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dapo.config.section import JsonMapping, PathText, Problems, Section, check_address
+
+FIELD = re.compile(r"\$(?:(?:item|prompt|response|answer|finish_reason|prompt_end)\b|meta\b(?:\.\w+)*)")
+"""A field of a response in the template of a request to a server."""
+
+
+def fields_of(template: Any, in_list: bool = False) -> Iterator[tuple[str, bool]]:
+    """The fields that a request to a server is made from, each with whether it stands in a list."""
+    if isinstance(template, str):
+        for found in FIELD.finditer(template):
+            yield found[0], in_list
+    elif isinstance(template, list):
+        for element in template:
+            yield from fields_of(element, True)
+    elif isinstance(template, dict):
+        for element in template.values():
+            yield from fields_of(element, in_list)
+
+
+def _sends_the_response(template: Any) -> Any:
+    known = "known are $item, $prompt, $response, $answer, $finish_reason, $prompt_end, $meta and $meta.KEY"
+    unknown = re.search(r"\$[A-Za-z_]\w*", FIELD.sub("", json.dumps(template)))
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no field of a response; {known}")
+    if not any(name in ("$item", "$response") for name, _ in fields_of(template)):
+        raise ValueError(f"must send the response; {known}")
+    return template
 
 
 class RewardBase(Section):
@@ -219,7 +245,9 @@ class HttpReward(RemoteReward):
 
     kind: Literal["http"]
     """A service of the user's own: a POST of JSON, and JSON that comes back."""
-    request: JsonMapping = Field(default_factory=lambda: {"items": ["$item"]})
+    request: Annotated[JsonMapping, AfterValidator(_sends_the_response)] = Field(
+        default_factory=lambda: {"items": ["$item"]}
+    )
     """The body. `$prompt`, `$response`, `$answer` and `$meta` (or `$meta.KEY`) are the fields of a response, `$item`
     all of them; they may also stand inside of text. In a list, an element that holds one stands for every response of
     the batch. With fields outside of lists a request is for one response (`responses_per_call: 1`)."""
@@ -229,12 +257,6 @@ class HttpReward(RemoteReward):
     value: str = ""
     """Where the reward stands in a result: a number, a bool or a dict as a reward function returns; empty: the result
     itself."""
-
-    @field_validator("request")
-    @classmethod
-    def _can_be_filled(cls, value: dict[str, Any]) -> dict[str, Any]:
-        _check_fields(value)
-        return value
 
     @model_validator(mode="after")
     def _holds_a_batch(self) -> HttpReward:
@@ -253,18 +275,14 @@ class KServeReward(RemoteReward):
     """Name of the model."""
     version: str = ""
     """Its version; empty: the server's choice."""
-    inputs: dict[str, str] = Field(default_factory=lambda: {"prompt": "$prompt", "response": "$response"})
+    inputs: Annotated[dict[str, str], AfterValidator(_sends_the_response)] = Field(
+        default_factory=lambda: {"prompt": "$prompt", "response": "$response"}
+    )
     """Input tensors (BYTES, one row a response) by name: which field each is filled with, as in kind `http`."""
     output: str = "reward"
     """Output tensor that holds the rewards, one for each response."""
     correct: str | None = None
     """Output tensor that holds right and wrong; null: left open."""
-
-    @field_validator("inputs")
-    @classmethod
-    def _can_be_filled(cls, value: dict[str, str]) -> dict[str, str]:
-        _check_fields(value)
-        return value
 
 
 Plain = (
@@ -272,30 +290,3 @@ Plain = (
 ) | KServeReward
 PlainReward = Annotated[Plain, Field(discriminator="kind")]
 """A reward that is not put together from others."""
-
-
-FIELD = re.compile(r"\$(?:(?:item|prompt|response|answer|finish_reason|prompt_end)\b|meta\b(?:\.\w+)*)")
-"""A field of a response in the template of a request to a server."""
-
-
-def fields_of(template: Any, in_list: bool = False) -> Iterator[tuple[str, bool]]:
-    """The fields that a request to a server is made from, each with whether it stands in a list."""
-    if isinstance(template, str):
-        for found in FIELD.finditer(template):
-            yield found[0], in_list
-    elif isinstance(template, list):
-        for element in template:
-            yield from fields_of(element, True)
-    elif isinstance(template, dict):
-        for element in template.values():
-            yield from fields_of(element, in_list)
-
-
-def _check_fields(template: dict[str, Any]) -> None:
-    """Raises ValueError: it has a field that there is not, or does not send the response."""
-    known = "known are $item, $prompt, $response, $answer, $finish_reason, $prompt_end, $meta and $meta.KEY"
-    unknown = re.search(r"\$[A-Za-z_]\w*", FIELD.sub("", json.dumps(template)))
-    if unknown:
-        raise ValueError(f"{unknown[0]} is no field of a response; {known}")
-    if not any(name in ("$item", "$response") for name, _ in fields_of(template)):
-        raise ValueError(f"must send the response; {known}")

@@ -222,6 +222,5 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_tracker(cls, data: Any) -> Any:
-        """A name for a list of one."""
         one = isinstance(data, dict) and isinstance(data.get("trackers"), str)
         return data | {"trackers": [data["trackers"]]} if one else data

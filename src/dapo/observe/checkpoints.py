@@ -1,16 +1,7 @@
-"""The checkpoints of a run: named by where in the run they were taken, each there whole or not at all.
+"""The checkpoints of a run: named by where in the run they were taken (docs/runs.md), each there whole or not at all.
 
-::
-
-    checkpoints/
-      step-00012/                after 12 rollout steps
-      step-00012-rollout/        stopped inside of the 13th one, while sampling
-      step-00012-update-00003/   stopped inside of the 13th one, after 3 of its optimizer updates
-      damaged-step-00011/        found to be damaged when the run was to go on from it
-      best.json                  which step had the best evaluation
-
-Each holds ``model/`` (Hugging Face layout), ``optimizer/``, the state of everything else (``state.py``), and, written
-last, ``manifest.json``: names, sizes and SHA-256 of the other files.
+Each holds ``model/`` (Hugging Face layout), ``optimizer/``, the state of everything else and, written last,
+``manifest.json``: names, sizes and SHA-256 of the other files.
 """
 
 from __future__ import annotations
@@ -141,7 +132,7 @@ class Checkpoints:
         while not place.between_steps and (self._folder / place.name).exists():
             place = replace(place, repeat=place.repeat + 1)
         target = self._folder / place.name
-        try:
+        with writing(target):
             if not target.is_dir():
                 self._require_space(snapshot, target)
                 with new_folder(target) as staging:
@@ -151,11 +142,6 @@ class Checkpoints:
                 self._small_files = max(0, sum(file["bytes"] for file in files.values()) - snapshot.bytes)
             if snapshot.best is not None:
                 write_json(self._folder / "best.json", snapshot.best)
-        except UserError:
-            raise
-        except Exception as error:  # to safetensors and tokenizers a full disk is no OSError
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"{target}: cannot write the checkpoint: {reason}") from None
         self.prune()
         return target
 
@@ -200,7 +186,7 @@ class Checkpoints:
         needed, free = snapshot.bytes + self._small_files, shutil.disk_usage(self._folder).free
         if free < needed:
             raise UserError(
-                f"{target}: cannot write the checkpoint: No space left on device: it takes {size_text(needed)}, and "
+                f"{target}: cannot be written: No space left on device: it takes {size_text(needed)}, and "
                 f"{size_text(free)} are free. The old one goes only once the new one is complete, so there has to be "
                 f"room for both; a lower run.keep_last keeps fewer"
             )
@@ -234,7 +220,6 @@ def _damage(path: Path, name: str, size: int, digest: str | None) -> str | None:
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the manifest says of each file."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     found = {path: {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in paths}
     return {path.relative_to(folder).as_posix(): said for path, said in found.items()}

@@ -4,10 +4,10 @@ Consumes: the files of the steps (``observe/samples.py``), which stay what they 
 anew if it is damaged. Produces: Parquet segments under ``samples/index/``, and a DuckDB view ``samples`` over them with
 the columns of :data:`~dapo.observe.sample_rows.COLUMNS`. Waits for: the disk. Needs the extra ``ui``.
 
-Each update adds one segment; eight of about the same size become one of the next size, so that there are few whatever
-the number of steps. ``manifest.json`` says which segments count, and which of their steps: a step that was made again
-after a resume is hidden in the old segment. It is replaced in one move, so readers see the index before or after an
-update. A segment that went into a larger one stays for a while, for readers who still have the manifest before.
+Each update adds one segment; many small ones become one, so that there are few whatever the number of steps.
+``manifest.json`` says which segments count, and which of their steps: a step that was made again after a resume is
+hidden in the old segment. It is replaced in one move, so readers see the index before or after an update. A segment
+that went into a larger one stays for a while, for readers who still have the manifest before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 """Of the manifest and of :data:`COLUMNS`: an index of another one is made anew."""
-_FANOUT = 8  # so many segments of about the same size become one
+_MANY = 16  # so many small segments become one
 _PLAIN = "hive_partitioning=false"
 """Else DuckDB takes a column from a run folder such as ``length=20``, instead of that in the file."""
 _ROWS = 65_536  # rows that are brought in at once
@@ -85,7 +85,6 @@ def read_segments(folder: Path) -> list[Segment]:
 
 
 def _write_segments(folder: Path, segments: Iterable[Segment]) -> None:
-    """Replace the manifest of an index in one move."""
     value = {"format": _FORMAT, "segments": [asdict(segment) for segment in segments]}
     write_atomic(folder / "manifest.json", json_line(value))
 
@@ -240,17 +239,14 @@ class SampleIndex:
         return Segment(name, path.stat().st_size, int(rows), dict(steps))
 
     def _merged(self, segments: list[Segment]) -> list[Segment]:
-        size = 1
-        while size <= max((len(s.steps) for s in segments), default=0):
-            small = [s for s in segments if len(s.steps) < size * _FANOUT and s.rows < _MOST_ROWS]
-            if sum(len(s.steps) >= size for s in small) >= _FANOUT:
-                one = self._copied(_select(self.folder, small), _steps_of(small))
-                segments = [*(s for s in segments if s not in small), one]
-                for segment in small:
-                    with contextlib.suppress(OSError):  # of another's folder
-                        os.utime(self.folder / segment.file)  # from now on it stays for a while
-            size *= _FANOUT
-        return segments
+        small = [s for s in segments if s.rows < _MOST_ROWS]
+        if len(small) < _MANY:
+            return segments
+        one = self._copied(_select(self.folder, small), _steps_of(small))
+        for segment in small:
+            with contextlib.suppress(OSError):  # of another's folder
+                os.utime(self.folder / segment.file)  # from now on it stays for a while
+        return [*(s for s in segments if s not in small), one]
 
 
 def forget_steps(samples: Path, after: int) -> None:
@@ -279,7 +275,6 @@ def open_database(threads: int = _THREADS, spill: Path | None = None) -> duckdb.
 
 
 def _select(folder: Path, segments: Sequence[Segment]) -> str:
-    """The query for all rows that count."""
     whole = [folder / s.file for s in segments if not s.hidden]
     parts = [f"SELECT * FROM read_parquet([{', '.join(map(_quoted, whole))}], {_PLAIN})"] if whole else []
     for segment in segments:

@@ -18,7 +18,7 @@ from typing import Any
 
 from dapo.errors import UserError
 from dapo.observe.tracker import Tracker, close_all
-from dapo.util.files import json_line, lines_of, parse_json, write_atomic
+from dapo.util.files import json_line, lines_of, parse_json, write_atomic, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,6 @@ METRICS: dict[str, Metric] = {
 
 
 def describe(name: str) -> Metric | None:
-    """The registered metric behind ``name``, or None."""
     return METRICS.get(name) or next((metric for metric in METRICS.values() if metric.matches(name)), None)
 
 
@@ -248,11 +247,9 @@ class MetricsLog:
         numbers = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         odd = {name: str(n) for name, n in numbers.items() if isinstance(n, float) and not math.isfinite(n)}
         entry = {"step": step} | numbers | dict.fromkeys(odd) | ({"non_finite": odd} if odd else {})
-        try:
+        with writing(self.path):
             self._file.write(json_line(entry))
             self._file.flush()
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot write the metrics of step {step}: {error.strerror}") from None
         for tracker in self._trackers:
             tracker.log(step, metrics)
         return entry
@@ -260,9 +257,6 @@ class MetricsLog:
     def summarise(self, summary: Mapping[str, Any]) -> None:
         for tracker in self._trackers:
             tracker.summarise(summary)
-
-    def read(self) -> list[dict[str, Any]]:
-        return list(read_metrics(self.path))
 
     def close(self) -> None:
         """Close the file. Every line was flushed when written, so there is nothing left that could fail to be."""

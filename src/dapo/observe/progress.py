@@ -86,7 +86,8 @@ class _Telling(Listener):
         return left and f"{left} left"
 
     def finished(self, summary: dict[str, Any]) -> None:
-        for line in closing_lines(summary):
+        changes = [f"{label}: {before} before, {after} after" for label, before, after in before_and_after(summary)]
+        for line in [*changes, *closing_lines(summary)]:
             self._say(line)
 
 
@@ -129,11 +130,6 @@ class PlainListener(_Telling):
 
     def warning(self, text: str) -> None:
         self._say(visible(f"warning: {text}"))
-
-    def finished(self, summary: dict[str, Any]) -> None:
-        for label, before, after in before_and_after(summary):
-            self._say(f"{label}: {before} before, {after} after")
-        super().finished(summary)
 
 
 class LiveListener(_Telling):
@@ -209,11 +205,6 @@ class LiveListener(_Telling):
 
     def finished(self, summary: dict[str, Any]) -> None:
         self.close()
-        if rows := before_and_after(summary):
-            table = Table("", "before", "after")
-            for row in rows:
-                table.add_row(*row)
-            self._console.print(table)
         super().finished(summary)
 
     def close(self) -> None:
@@ -346,7 +337,7 @@ def duration(seconds: float) -> str:
 
 
 def _by_kind(name: str, value: float) -> str:
-    if re.search("accuracy|greedy|truncated|no_answer|lenient|avg@|pass@|maj@", name):
+    if re.search("accuracy|truncated|no_answer|lenient|avg@|pass@|maj@", name):
         return f"{value:.1%}"
     return f"{value:.0f}" if float(value).is_integer() and "length" not in name else f"{value:.2f}"
 

@@ -2,11 +2,8 @@
 
 Consumes: the counters of the system (psutil) and of NVIDIA's driver (nvidia-ml-py), both of the extra ``resources``.
 Produces: ``resources.jsonl`` in the run folder, a line for each role and look, and the means of a step for its metrics.
-Waits for nothing; a counter that cannot be read is left out. Without psutil there is nothing to look with.
-
-There are three roles in one process's run: ``engine+trainer`` is the process itself, with the GPUs and the host's
-network; ``reward`` is the workers of the reward, and what they start; ``other`` is all other children, such as the page
-of ``--ui`` and what trackers start. A run on Ray has those of each node (``orchestrator/runtime/ray/nodes.py``).
+Waits for nothing; a counter that cannot be read is left out. Without psutil there is nothing to look with. The roles
+are those of docs/trackers.md; a run on Ray has those of each node (``orchestrator/runtime/ray/nodes.py``).
 """
 
 from __future__ import annotations

@@ -1,25 +1,4 @@
-"""The folder of a run: where everything it writes lies, and what it records of itself.
-
-::
-
-    runs/NAME/
-      config.yaml        the resolved recipe; `dapo train runs/NAME/config.yaml run.dir=...` runs it again
-      environment.json   versions, platform, git commit, command line; the same of every time it was resumed
-      fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py); its settings, and
-                         those that were changed when it went on (changes.py)
-      metrics.jsonl      one line per rollout step (observe/metrics.py)
-      spans.jsonl        when each role of a step was at work (observe/spans.py)
-      resources.jsonl    what the run used of its machine (observe/resources.py)
-      samples/           step-00012.jsonl: one line per sample; .safetensors, .updates.json (observe/samples.py)
-                         index/: all of them in a few files, but for texts and tokens (observe/index.py)
-      faults/            a folder for each update that was skipped (training/faults.py)
-      tensorboard/       the same metrics as event files, if run.trackers asks for them; wandb/, mlflow.db: likewise
-      tracker.json       the name by which such services know the run
-      checkpoints/       step-00012/ (checkpoints.py)
-      model-before/      weights before the first update, Hugging Face layout
-      model-after/       weights after the last one
-      summary.json       what the run came to
-      votes.jsonl        which answers people preferred (evaluation/votes.py)
+"""The folder of a run: where everything it writes lies (docs/runs.md), and what it records of itself.
 
 Secrets are never written: values under keys such as `api_key` or `token`, and passwords in addresses, are blanked.
 """

@@ -86,7 +86,6 @@ class RunView:
 
     @property
     def algorithm_from_python(self) -> list[str]:
-        """Which of objective and advantage were passed from Python."""
         found = _mapping(self.folder.fingerprint)
         return [name for name in ("objective", "advantage") if _section(found, name).get("kind") == "python"]
 
@@ -116,7 +115,6 @@ class RunView:
 
     @property
     def hacking(self) -> dict[str, list[int]]:
-        """Steps with signs of reward hacking, by sign."""
         found = {sign: [e["step"] for e in self.metrics if e.get(f"monitor/alarms/{sign}")] for sign in HACKING}
         return {sign: steps for sign, steps in found.items() if steps}
 
@@ -188,7 +186,6 @@ class RunView:
 
     @property
     def evaluated(self) -> list[dict[str, Any]]:
-        """Of each evaluation its ``step`` and its metrics, ``eval/...``."""
         return [{n: v for n, v in e.items() if n == "step" or n.startswith("eval/")} for e in self.evaluations]
 
     @property

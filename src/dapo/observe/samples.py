@@ -230,7 +230,6 @@ class SampleFilter:
     statuses: tuple[str, ...] = ()
     correct: bool | None = None
     longer_than: int | None = None
-    shorter_than: int | None = None
     truncated: bool = False
     row: int | None = None
     draw: int | None = None
@@ -238,11 +237,10 @@ class SampleFilter:
     contains: str = ""  # text in prompt or response, whatever the case of its letters
 
     def tests(self) -> Iterator[tuple[str, str, Any]]:
-        """Those on one number each that are asked for: column of the index, ``=``, ``<`` or ``>``, and with what."""
+        """Those on one number each that are asked for: column of the index, ``=`` or ``>``, and with what."""
         for column, sign, value in (
             ("correct", "=", self.correct),
             ("length", ">", self.longer_than),
-            ("length", "<", self.shorter_than),
             ("row", "=", self.row),
             ("draw", "=", self.draw),
             ("sample", "=", self.index),
@@ -261,7 +259,7 @@ class SampleFilter:
         )
 
 
-_SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {"=": operator.eq, "<": operator.lt, ">": operator.gt}
+_SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {"=": operator.eq, ">": operator.gt}
 
 
 def steps_with_samples(folder: Path) -> list[int]:

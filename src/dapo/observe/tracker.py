@@ -15,8 +15,6 @@ CLOSE_SECONDS = 30.0  # for which the trackers of a run are waited for, all toge
 
 
 class Tracker(Protocol):
-    """Keeps the metrics of one run."""
-
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep the metrics of a rollout step (0: the evaluation before training). May raise anything."""
 

@@ -64,7 +64,6 @@ class Assumed:
 
 
 def apart(config: Any) -> bool:
-    """Whether engines have GPUs of their own."""
     if isinstance(config, StageConfig):
         return False
     if config.runtime.kind == "ray":
@@ -323,7 +322,6 @@ class Estimate:
         return times * self.evaluated_s(rows)
 
     def evaluated_s(self, rows: int) -> float:
-        """Seconds of one evaluation."""
         return self.sampled(rows, self.config.evaluation.samples_per_prompt, 1.0, self.config.evaluated_length)[0]
 
     def disk(self, steps: int, tokens: float) -> dict[str, float]:

@@ -14,21 +14,10 @@ from dapo.orchestrator.mfu import CARDS, Card
 
 NETWORK = 50e9
 """Bytes a second of a GPU's share of the network between hosts, in each direction: 400 Gbit/s. Assumed."""
-ALIASES = {
-    **{"h100sxm": "H100", "h100sxm5": "H100", "h10080gbhbm3": "H100", "h200sxm": "H200", "a10040gb": "A100"},
-    **{
-        "a100sxm80gb": "A100-SXM4-80GB",
-        "a100sxm440gb": "A100",
-        "a100pcie80gb": "A100 80GB",
-        "a10080gbpcie": "A100 80GB",
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``hosts`` of ``gpus`` cards each."""
-
     hosts: int
     gpus: int
     name: str
@@ -50,7 +39,7 @@ class Cluster:
 def read_cluster(text: str) -> Cluster:
     """``H200``, ``8xH100`` (one host) or ``8x8xH100`` (hosts, GPUs of each). Raises ConfigError for anything else."""
     found = re.fullmatch(r"(?:([1-9]\d{0,3})x)?(?:([1-9]\d{0,2})x)?([A-Za-z].*)", text.strip().replace("*", "x"))
-    names = {_plain(name): name for name in CARDS} | ALIASES
+    names = {_plain(name): name for name in CARDS}
     name = names.get(_plain(found[3])) if found else None
     if found is None or name is None:
         known = ", ".join(name.replace(" ", "-") for name in CARDS)

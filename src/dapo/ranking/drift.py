@@ -33,7 +33,6 @@ class Drift:
 
     @property
     def due(self) -> bool:
-        """Whether retraining is."""
         return self.p <= FALSE_ALARMS
 
 

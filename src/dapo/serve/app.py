@@ -24,6 +24,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import ValidationError
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
@@ -86,8 +87,8 @@ class Service(Progress):
 class _Events(StreamingResponse):
     """Server-sent events. However it ends, so does what makes them."""
 
-    def __init__(self, events: AsyncGenerator[str], headers: Mapping[str, str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers})
+    def __init__(self, events: AsyncGenerator[str], headers: Mapping[str, str], background: BackgroundTask) -> None:
+        super().__init__(events, 200, {"Cache-Control": "no-cache", **headers}, "text/event-stream", background)
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,14 +115,14 @@ def create_app(service: Service, weights_dir: Path | None = None, journal: Journ
             return
         request = Request(scope, receive)
         try:
-            response = await _answer(service, request)
+            response = await _answer(service, request, journal)
         except Exception as error:
             response = await _told(request, error)
         await response(scope, receive, send)
 
     count = service.requests.labels
     return WorkGate(
-        answer if journal is None else live.recorded(answer, journal),
+        answer,
         service.token,
         service.limits.max_body,
         service,
@@ -142,7 +143,7 @@ async def _read(request: Request) -> tuple[SamplingRequest, int]:
     return _ASKED[request.scope["path"]].model_validate_json(content), len(content)
 
 
-async def _answer(service: Service, request: Request) -> Response:
+async def _answer(service: Service, request: Request, journal: Journal | None) -> Response:
     started, served = time.perf_counter(), service.served
     body, size = await _read(request)
     chooser = ranker_of(body, service.rankers)
@@ -156,17 +157,34 @@ async def _answer(service: Service, request: Request) -> Response:
         service.tokens.labels("prompt").inc(job.prompt_tokens)
         service.tokens.labels("response").inc(reply.completion_tokens)
 
+    def keep() -> None:  # in a thread, as it waits for the disk, once the answer is sent
+        if journal is not None and (entry := _entry(body, reply)):
+            journal.add(entry)
+
     told, parts = await unless_gone(request, _begun(served, job, body.stream))  # so that what is refused has its status
     if body.stream:
         service.first.observe(time.perf_counter() - started)
         headers = {"version": str(max(told[0][1].versions, default=0))}
-        return _Events(_events(reply, told[0], parts, count), headers)
+        return _Events(_events(reply, told[0], parts, count), headers, BackgroundTask(keep))
     if chooser is None:
         whole = reply.whole(told)
     else:
         whole = await unless_gone(request, choose(chooser, body, served, told, reply))
     count()
-    return JSONResponse(whole, headers={"version": str(reply.version)})
+    return JSONResponse(whole, headers={"version": str(reply.version)}, background=BackgroundTask(keep))
+
+
+def _entry(body: SamplingRequest, reply: Reply) -> dict[str, Any] | None:
+    """Prompt, id and first response of a request; None: no consent, no whole answer, or several prompts."""
+    prompt: Any = body.messages if isinstance(body, ChatRequest) else getattr(body, "prompt", None)
+    consents = isinstance(body.metadata, dict) and body.metadata.get("consent") == live.CONSENT
+    if (
+        not consents
+        or (body.stream and not reply.ended)
+        or not (isinstance(prompt, str) or isinstance(body, ChatRequest))
+    ):
+        return None
+    return {"id": reply.id, "prompt": prompt, "response": reply.first}
 
 
 async def _begun(served: ServedModel, job: Job, stream: bool) -> tuple[list[_Numbered], AsyncGenerator[_Numbered]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +16,9 @@ from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import BaseModel, model_validator
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from dapo.util.asynchronous import in_thread
-from dapo.util.files import append_lines, parse_json
+from dapo.util.files import append_lines
 from dapo.util.gate import WorkGate, add_reports
 from dapo.util.serving import Address, Progress, run_service
 from dapo.util.user_code import load_named
@@ -81,51 +80,6 @@ def router(journal: Journal) -> APIRouter:
         return {"id": entry.id, "kept": journal.add({"id": entry.id, "feedback": said})}
 
     return routes
-
-
-def recorded(app: ASGIApp, journal: Journal) -> ASGIApp:
-    """``app``, whose samplings are written down where the request says so, with the id that the reply has."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        asked, told = bytearray(), bytearray()
-
-        async def received() -> Message:
-            message = await receive()
-            asked.extend(message.get("body", b""))
-            return message
-
-        async def sent(message: Message) -> None:
-            told.extend(message.get("body", b"") if b"consent" in asked else b"")
-            await send(message)
-
-        await app(scope, received, sent)
-        if told and (entry := _entry(bytes(asked), bytes(told))):
-            await in_thread(journal.add, entry)  # which waits for the disk
-
-    return answer
-
-
-def _entry(asked: bytes, told: bytes) -> dict[str, Any] | None:
-    """Prompt, id and first response of a request; None: no consent, no whole answer, or several prompts."""
-    try:
-        request = parse_json(asked)
-        if (streamed := told.startswith(b"data: ")) and b"data: [DONE]" not in told:
-            return None  # it is half an answer
-        lines = [line[6:] for line in told.split(b"\n") if line.startswith(b"data: {")] if streamed else [told]
-        parts = [parse_json(line) for line in lines]
-        if (request.get("metadata") or {}).get("consent") != CONSENT or "id" not in parts[0]:
-            return None
-    except (ValueError, AttributeError, IndexError, TypeError):
-        return None
-    prompt = request.get("messages", request.get("prompt"))
-    if not isinstance(prompt, str) and "messages" not in request:
-        return None
-    firsts = [choice for part in parts for choice in part.get("choices", ()) if choice["index"] == 0]
-    return {"id": parts[0]["id"], "prompt": prompt, "response": "".join(map(_said, firsts))}
-
-
-def _said(choice: Mapping[str, Any]) -> str:
-    return str(choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or "")
 
 
 def create_receiver(journal: Journal, address: Address, progress: Progress) -> ASGIApp:

@@ -23,15 +23,7 @@ from dapo.config import Config, load_config
 from dapo.config.plan import existing_recipe
 from dapo.config.reading import with_values
 from dapo.errors import ConfigError, ModelError
-from dapo.inference.model import (
-    ONE_EACH,
-    Prompting,
-    engine_for,
-    load_prompting,
-    load_weights,
-    room_for,
-    settings_for,
-)
+from dapo.inference.model import ONE_EACH, Prompting, engine_for, load_prompting, load_weights, room_for, settings_for
 from dapo.inference.stream import Part, written
 from dapo.model.loading import embedding_rows
 from dapo.model.placement import engine_device

@@ -60,7 +60,7 @@ _NOT_SERVED: Mapping[str, Sequence[Any]] = {
 }
 """Parameters of OpenAI's that are refused, but for these values, which say what is done anyway."""
 _WITHOUT_EFFECT = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+    *("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
 }
 
 
@@ -83,6 +83,7 @@ class SamplingRequest(BaseModel):
     stop_token_ids: Listed[int] | None = None
     seed: Seed | None = None
     seeds: Listed[Annotated[int, Field(ge=0, lt=2**64)]] | None = None
+    metadata: Any = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -252,8 +253,9 @@ class Reply:
         self._door = served.doors[job.model]
         self._chat = isinstance(request, ChatRequest)
         name, kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
+        self.id, self.first = f"{name}-{secrets.token_hex(12)}", ""
         self._head = {
-            "id": f"{name}-{secrets.token_hex(12)}",
+            "id": self.id,
             "object": f"{kind}.chunk" if self._chat and request.stream else kind,
             "created": int(time.time()),
             "model": job.model,
@@ -261,7 +263,7 @@ class Reply:
         self._offsets: dict[int, int] = {}  # by choice that was begun: characters of its tokens so far
         self._left = sum(len(one.seeds) for one in job.requests)
         self.completion_tokens = self.version = 0
-        """``version``: the newest that a token was sampled under."""
+        """``version``: the newest that a token was sampled under. ``first``: text of the first choice so far."""
 
     def whole(self, parts: Iterable[tuple[int, Part]]) -> dict[str, Any]:
         """``parts``: one of each sample."""
@@ -297,6 +299,7 @@ class Reply:
         request, new, offset = self._request, number not in self._offsets, self._offsets.get(number, 0)
         self._left -= part.sample is not None
         self.completion_tokens += len(part.token_ids)
+        self.first += "" if number else part.text
         self.version = max(self.version, *part.versions, 0)
         choice: dict[str, Any] = {"index": number, "finish_reason": part.sample and part.sample.finish_reason}
         if not self._chat:

@@ -10,9 +10,6 @@ from dapo.checks import memory, model, settings
 from dapo.checks.checklist import Entry
 from dapo.checks.context import CheckContext, Finding, NotAtHand, on_this_machine
 from dapo.config.reading import with_values
-from dapo.errors import ConfigError
-from dapo.model.placement import device_of
-from dapo.observe.progress import QuietListener
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.stages.run import StageSetup
 
@@ -22,7 +19,7 @@ def entries() -> Sequence[Entry]:
     return [
         Entry("files", "data", settings.check_files),
         Entry("run-folder", "machine", settings.check_run_folder),
-        Entry("device", "machine", _check_device),
+        Entry("device", "machine", model.check_device),
         Entry("architecture", "model", model.check_architecture, 60.0),
         Entry("rows", "data", _check_rows, 120.0),
         Entry("disk", "machine", _check_disk),
@@ -32,23 +29,6 @@ def entries() -> Sequence[Entry]:
     ]
 
 
-def _check_device(context: CheckContext) -> Iterator[Finding]:
-    try:
-        context.device = device_of(context.config)
-    except ConfigError as error:
-        yield Finding("recipe", "device", "fail", str(error), "runtime.device=auto")
-        return
-    yield Finding("machine", "device", "pass", f"training runs on {context.device}")
-
-
-class _Heard(QuietListener):
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def warning(self, text: str) -> None:
-        self.warnings.append(text)
-
-
 def _check_rows(context: CheckContext) -> Iterator[Finding]:
     """Rows, tokenizer, template and keys as the stage itself reads them."""
     context.need(context.files, "files")
@@ -56,7 +36,7 @@ def _check_rows(context: CheckContext) -> Iterator[Finding]:
     config: Any = context.config
     if (name := config.model.tokenizer) and not on_this_machine(name, "tokenizer_config.json"):
         raise NotAtHand("tokenizer")
-    heard = _Heard()
+    heard = model.Heard()
     free = with_values(config, {"run.if_exists": "rename"})  # that the folder is free is another check
     setup = StageSetup.of(cast("Any", free), heard, RunOverrides())
     context.config, context.source = setup.config, setup.source

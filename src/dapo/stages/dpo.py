@@ -70,8 +70,6 @@ def response_logprobs(policy: Policy, examples: Sequence[Example]) -> list[float
 
 
 class DPO(PolicyStage):
-    """The stage ``dpo``."""
-
     inputs = staticmethod(ranked_inputs)
     _reference: ReferenceLogprobs | None = None
 
@@ -84,7 +82,6 @@ class DPO(PolicyStage):
         return [self.text.responses(ranked(row, self.config.data))]
 
     def prepare(self, trainer: Trainer, folder: Path, parts: Parts, tell: Any) -> None:
-        """Compute the log-probabilities under the reference policy."""
         if self.objective.loss == "simpo":
             return
         model = fingerprint_model(trainer.policy.model, torch.device("cpu"))["model"]["weights"]

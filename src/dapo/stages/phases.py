@@ -14,7 +14,7 @@ from dapo.config.reading import read_recipe, with_values
 from dapo.config.stages import STAGES, RewardModelConfig, StageConfig, beside, build_stage
 from dapo.errors import ConfigError, UserError
 from dapo.model.hub import is_name
-from dapo.observe.progress import Listener, QuietListener, before_and_after
+from dapo.observe.progress import Listener, before_and_after
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView, is_run
 from dapo.orchestrator.inputs import RunOverrides
@@ -122,11 +122,6 @@ def _as_begun(folder: RunFolder, config: StageConfig | Config, resume: bool) -> 
     return config, DONE if done else GOES_ON
 
 
-class _Silent(QuietListener):
-    def warning(self, text: str) -> None:
-        """The phase says it again."""
-
-
 def check_phases(root: Path, phases: Mapping[str, StageConfig | Config], resume: bool) -> Begun:
     """Look at files, keys, rows and tokenizer of all phases that are to come. A model that a phase is to leave has the
     tokenizer of the one that it begins with. Nothing is written. Raises UserError: what is wrong, in which phase."""
@@ -146,10 +141,10 @@ def check_phases(root: Path, phases: Mapping[str, StageConfig | Config], resume:
                 raise ConfigError(f"model.path: {config.model.path} will be a reward model, which is for reward.path")
             require_files(looked)
             if not isinstance(config, Config):
-                steps = StageSetup.of(looked, _Silent(), RunOverrides()).config.training.steps
+                steps = StageSetup.of(looked, Listener(), RunOverrides()).config.training.steps
                 begun[name] = with_values(config, {"training.steps": steps, "training.epochs": None}), state
                 continue
-            Setup.of(looked, _Silent(), RunOverrides())
+            Setup.of(looked, Listener(), RunOverrides())
             for reward in plain_rewards(config.reward):
                 path = getattr(reward, "path", None)
                 if path is not None and not made.get(path, (path, True))[1]:
@@ -162,7 +157,6 @@ def check_phases(root: Path, phases: Mapping[str, StageConfig | Config], resume:
 
 
 def report(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """What each phase changed, in Markdown."""
     lines = ["# Phases", ""]
     for name, summary in summaries.items():
         lines += [

@@ -30,8 +30,6 @@ from dapo.training.trainer import Trainer
 
 
 class RewardModel:
-    """The stage ``reward_model``."""
-
     today = None
 
     def __init__(self, config: Any, tokenizer: Any, source: Any) -> None:

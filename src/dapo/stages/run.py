@@ -93,8 +93,6 @@ def run_curve(config: StageConfig, times: int, listener: Listener, shutdown: Shu
 
 @dataclass(frozen=True, slots=True)
 class StageSetup:
-    """What a stage starts from."""
-
     config: Any
     """With the steps of its epochs, and the day of its template."""
     overrides: RunOverrides
@@ -138,8 +136,6 @@ class StageSetup:
 
 
 class StageRun(KeptRun):
-    """One stage."""
-
     def __init__(self, config: StageConfig, listener: Listener, given: RunOverrides) -> None:
         """As :meth:`StageSetup.of`."""
         super().__init__(StageSetup.of(config, listener, given), listener)

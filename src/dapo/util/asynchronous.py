@@ -44,7 +44,6 @@ class Channel(Generic[T]):
         return items
 
     async def get(self) -> T:
-        """The next item; waits for it."""
         while not self._items:
             if self._end is not None:
                 raise self._end

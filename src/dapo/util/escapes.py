@@ -52,7 +52,6 @@ def eaten(text: str, is_answer: bool = False) -> str | None:
 
 
 def restored(text: str) -> str:
-    """The text as it was probably meant."""
     return _EATEN.sub(lambda found: f"\\{_LETTERS[found[0]]}" if found[0] in _LETTERS else "", text)
 
 

@@ -102,7 +102,6 @@ _DECODER = json.JSONDecoder()
 
 
 def size_text(count: float) -> str:
-    """A number of bytes for people."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -72,7 +72,6 @@ class Spans:
 
     @property
     def total(self) -> float:
-        """Seconds in all."""
         return self._earlier + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     @property

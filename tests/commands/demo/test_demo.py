@@ -88,7 +88,7 @@ def test_a_shortened_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.
     assert written == json.loads(json.dumps(summary))
     assert written["seed"] == 3
     assert written["heldout_rows"] == 40
-    for key in ("greedy_before", "greedy_after"):
+    for key in ("accuracy_before", "accuracy_after"):
         assert 0 <= written[key] <= 1
     for key in ("seconds_sft", "seconds_rl", "response_length_before", "response_length_after"):
         assert written[key] > 0
@@ -116,15 +116,15 @@ def test_the_demo_learns_on_every_seed(tmp_path: Path) -> None:
     found = {}
     for seed in SEEDS:
         found[seed] = run_demo([f"seed={seed}", f"run.dir={tmp_path / str(seed)}"], QuietListener())
-        print(seed, {k: found[seed][k] for k in ("greedy_before", "greedy_after", "seconds_sft", "seconds_rl")})
+        print(seed, {k: found[seed][k] for k in ("accuracy_before", "accuracy_after", "seconds_sft", "seconds_rl")})
     assert all(s["heldout_rows"] == 1000 for s in found.values())
-    assert all(s["greedy_before"] <= 0.5 for s in found.values())
-    assert all(s["greedy_after"] >= 0.90 for s in found.values())
-    assert median(s["greedy_after"] for s in found.values()) >= 0.95
+    assert all(s["accuracy_before"] <= 0.5 for s in found.values())
+    assert all(s["accuracy_after"] >= 0.90 for s in found.values())
+    assert median(s["accuracy_after"] for s in found.values()) >= 0.95
 
 
 @pytest.mark.nightly
 def test_with_shuffled_answers_nothing_is_learned(tmp_path: Path) -> None:
     """The control: what is learned comes from the reward."""
     summary = run_demo(["seed=31", f"run.dir={tmp_path / 'run'}", "data.shuffle_answers=true"], QuietListener())
-    assert summary["greedy_after"] < 0.5
+    assert summary["accuracy_after"] < 0.5

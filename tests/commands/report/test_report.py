@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from dapo.commands import app
 from dapo.commands.report import figures
 from dapo.commands.report.content import sections_of
-from dapo.commands.report.extremes import extremes
 from dapo.observe.costs import costs, gains, gpus_of
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
@@ -127,19 +126,28 @@ def test_a_run_that_was_told_to_stay_on_the_cpu_had_no_gpu(tmp_path: Path) -> No
 # --- samples ------------------------------------------------------------------------------------------------------
 
 
-def test_best_and_worst_are_by_reward_one_of_each_prompt_the_latest_first(tmp_path: Path) -> None:
+def shown(folder: Path) -> list[str]:
+    """The responses under "Samples"."""
+    (section,) = (one for one in sections_of(RunView.read(folder)) if one.title == "Samples")
+    return [block.response for block in section.blocks if isinstance(block, Answer)]
+
+
+def test_best_and_worst_of_the_last_step_are_by_reward_one_of_each_prompt(tmp_path: Path) -> None:
     failed = Reward(None, 0.0, error="timed out")
     stored_run(
         tmp_path / "r",
         {
             1: [group(0, 0, [("old right", RIGHT), ("old wrong", WRONG)])],
-            2: [group(1, 0, [("new right", RIGHT), ("failed", failed)]), group(2, 1, [("half", Reward(None, 0.5))])],
+            2: [
+                group(1, 0, [("right", RIGHT), ("wrong", WRONG), ("failed", failed)]),
+                group(2, 1, [("half", Reward(None, 0.5))]),
+            ],
         },
     )
-    steps, best, worst = extremes(RunView.read(tmp_path / "r"))
-    assert steps == [1, 2]
-    assert [sample["response"] for sample in best] == ["new right", "half"]
-    assert [sample["response"] for sample in worst] == ["old wrong", "half"]
+    assert shown(tmp_path / "r") == ["right", "half", "wrong", "half"]
+    (tmp_path / "r/samples/step-00002.jsonl").write_text("spoilt\n")
+    assert shown(tmp_path / "r") == []
+    assert "step-00002.jsonl:1: not a line of samples" in words_of(RunView.read(tmp_path / "r"))
 
 
 def test_of_equals_the_shortest_good_one_and_the_longest_bad_one_are_shown(tmp_path: Path) -> None:
@@ -150,14 +158,7 @@ def test_of_equals_the_shortest_good_one_and_the_longest_bad_one_are_shown(tmp_p
         ids = np.full(length, 5, np.int32)
         sized.append(replace(sample, token_ids=ids, logprobs=ids.astype(np.float32), versions=ids))
     stored_run(tmp_path / "r", {1: [replace(given, samples=tuple(sized))]})
-    _, best, worst = extremes(RunView.read(tmp_path / "r"))
-    assert [sample["response"] for sample in (*best, *worst)] == ["right, 1", "wrong, 4 tokens"]
-
-
-def test_of_a_long_run_some_steps_are_looked_at_the_first_and_the_last_among_them(tmp_path: Path) -> None:
-    stored_run(tmp_path / "r", {step: [group(step, 0, [("a", RIGHT)])] for step in range(1, 101)})
-    steps, best, _ = extremes(RunView.read(tmp_path / "r"))
-    assert (len(steps), steps[0], steps[-1], best[0]["step"]) == (20, 1, 100, 100)
+    assert shown(tmp_path / "r") == ["right, 1", "wrong, 4 tokens"]
 
 
 # --- pages --------------------------------------------------------------------------------------------------------

@@ -51,13 +51,7 @@ def run_demo(
 
         experiment = Experiment(config, listener, RunOverrides(folder=folder, lock=lock))
         summary = run_to_end(experiment, shutdown)
-    summary |= {
-        "greedy_before": summary["accuracy_before"],
-        "greedy_after": summary["accuracy_after"],
-        "seconds_sft": round(seconds_sft, 2),
-        "sft_steps": warmed.steps,
-        "sft_skill": warmed.skill,
-    }
+    summary |= {"seconds_sft": round(seconds_sft, 2), "sft_steps": warmed.steps, "sft_skill": warmed.skill}
     folder.write_summary(summary)
     if console is not None:
         before, after = experiment.evaluator.before, experiment.evaluator.after
@@ -125,7 +119,7 @@ def print_change(
 ) -> None:
     """A table of before and after, some responses (``groups``: before and after), and where all of it is."""
     table = Table(f"on {summary['heldout_rows']:,} held-out expressions", "before RL", "after RL", title="What changed")
-    table.add_row("right answers, greedy", *(f"{summary[f'greedy_{when}']:.1%}" for when in WHEN))
+    table.add_row("right answers, greedy", *(f"{summary[f'accuracy_{when}']:.1%}" for when in WHEN))
     table.add_row("response length, tokens", *(f"{summary[f'response_length_{when}']:.1f}" for when in WHEN))
     console.print(table)
     console.print("from left to right, every step modulo 10:", style="dim")
@@ -139,20 +133,16 @@ def print_change(
             console.print(Text.assemble((f"  {label:>6} ", "dim"), " ".join(sample.text.split()), "  ", mark))
     root = summary["run_dir"]
     program = ".venv/bin/dapo" if "MAKELEVEL" in os.environ else "dapo"  # as whoever called the demo has to type it
+    control = "this was the control: the rewarded answers were shuffled, so nothing was to be learned from them"
+    if not config.data.shuffle_answers:
+        command = f"{program} demo data.shuffle_answers=true run.dir=runs/cpu-demo-shuffled"
+        control = f"the control, in which the rewarded answers are shuffled: {command}"
     told = [
         f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward saw "
         "the final answer only.",
         f"run folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)",
         f"made for it (data, tokenizer, warmed-up model): {_world(config)}",
-        _control(config.data.shuffle_answers),
+        control,
         f"look at it in a browser: {program} ui {root}",
     ]
     console.print("\n".join(told), highlight=False, soft_wrap=True)
-
-
-def _control(shuffled: bool) -> str:
-    if shuffled:
-        return "this was the control: the rewarded answers were shuffled, so nothing was to be learned from them"
-    control = "data.shuffle_answers=true run.dir=runs/cpu-demo-shuffled"
-    command = f"make demo ARGS='{control}'" if "MAKELEVEL" in os.environ else f"dapo demo {control}"
-    return f"the control, in which the rewarded answers are shuffled: {command}"

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 _sample_option = partial(typer.Option, rich_help_panel="Options for --samples")
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of several.")]
-_METRICS = typer.Option(
-    metavar="NAME,...",
-    help="Show these metrics of every step, such as accuracy,'clip/*'.",
-)
+_METRICS = typer.Option(metavar="NAME,...", help="Show these metrics of every step, such as accuracy,'clip/*'.")
 _STATUS = _sample_option(metavar="STATUS,...", help="Kept, or why not: kept, all_wrong, ...")
 
 
@@ -57,7 +54,6 @@ def inspect(
     status: Annotated[str | None, _STATUS] = None,
     correct: Annotated[_Correct | None, _sample_option(help="Right or wrong ones.")] = None,
     longer_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
-    shorter_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
     truncated: Annotated[bool, _sample_option("--truncated", help="Cut at the limit.")] = False,
     row: Annotated[int | None, _sample_option("--row", "--prompt", help="Of this row of the data.")] = None,
     draw: Annotated[int | None, _sample_option(help="Of this draw: one group.")] = None,
@@ -80,7 +76,7 @@ def inspect(
         from dapo.observe.samples import SampleFilter
 
         right = None if correct is None else correct is _Correct.true
-        wanted = SampleFilter(statuses(status), right, longer_than, shorter_than, truncated, row, draw, index, contains)
+        wanted = SampleFilter(statuses(status), right, longer_than, truncated, row, draw, index, contains)
         asks_for_samples = samples or wanted != SampleFilter() or sort or full or table
         if asks_for_samples and metrics is not None:
             raise ConfigError("--metrics: cannot be shown together with samples; ask for one of them at a time")
@@ -144,8 +140,7 @@ def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None,
         print_json(found.samples)
         return
     if shown_as == "table":
-        width = terminal_width() or _WIDE
-        Terminal(width=width, highlight=False).print(table(found.samples, width))
+        print_lines(table(found.samples, terminal_width() or _WIDE))
     else:
         whole = shown_as == "full"
         print_lines(line for sample in found.samples for line in [*show(sample, terminal_width() or 100, whole), ""])

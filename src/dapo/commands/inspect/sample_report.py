@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
-from rich.table import Table
-from rich.text import Text
 
+from dapo.commands.inspect.tables import columns
 from dapo.environments.trace import EPISODE_ENDS, TURN_ENDS
 from dapo.errors import ConfigError
 from dapo.observe.samples import STATUSES
@@ -114,20 +113,15 @@ _COLUMNS = ("step", "row", "draw", "#", "status", "verdict", "reward", "adv.", "
 _LONGEST_ANSWER, _LEAST_RESPONSE = 16, 10
 
 
-def table(samples: Sequence[Mapping[str, Any]], width: int) -> Table:
+def table(samples: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
     """A line of ``width`` cells for each, with as much of its response as there is room for."""
-    found = Table(box=None, pad_edge=False, header_style="bold")
-    for name in _COLUMNS:
-        left = name in ("status", "verdict", "answer", "gold")
-        found.add_column(name, justify="left" if left else "right", no_wrap=True)
-    rows = [_cells({"index": sample.get("sample"), **sample}) for sample in samples]
-    room = width - sum(max(map(cell_len, column)) + 2 for column in zip(_COLUMNS, *rows, strict=True))
+    header, rows = [*_COLUMNS], [_cells({"index": sample.get("sample"), **sample}) for sample in samples]
+    room = width - sum(max(map(cell_len, column)) + 2 for column in zip(header, *rows, strict=True))
     if room >= _LEAST_RESPONSE:
-        found.add_column("response", no_wrap=True)
-    for row, sample in zip(rows, samples, strict=True):
-        response = [_cut(one_line(str(sample.get("response", ""))[:room]), room)] if room >= _LEAST_RESPONSE else []
-        found.add_row(*map(Text, [*row, *response]))
-    return found
+        header.append("response".ljust(room))
+        for row, sample in zip(rows, samples, strict=True):
+            row.append(set_cell_size(one_line(str(sample.get("response", ""))[:room]), room))
+    return columns(header, rows)
 
 
 def _cells(sample: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import typer
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Run
-from dapo.commands.shared.output import print_json, print_lines, status_line
+from dapo.commands.shared.output import print_json, print_lines, status_line, terminal_width
 from dapo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ def replay(
     run: Run,
     step: Annotated[
         int | None, typer.Option(metavar="K", help="Rollout step, from 1. By default the last one with samples.")
-    ] = None,
-    update: Annotated[
-        int | None, typer.Option(metavar="J", help="This optimizer update of the step only, from 0.")
     ] = None,
     sample: Annotated[
         str | None,
@@ -53,7 +50,7 @@ def replay(
             from dapo.commands.replay.replay import replay as make_again
 
             last = there[-1] if there else 1
-            found = make_again(run, last if step is None else step, update, wanted, rewards, progress)
+            found = make_again(run, last if step is None else step, wanted, rewards, progress)
         if as_json:
             print_json(plain(found.as_json()))
         else:
@@ -183,26 +180,18 @@ def _made_again(found: Replay) -> bool:
 
 
 def _print_tokens(sample: Mapping[str, Any]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from dapo.util.terminal import Terminal, visible
+    from dapo.commands.inspect.tables import columns
+    from dapo.util.terminal import visible
 
     where = "no update" if sample["update"] is None else f"update {sample['update']}"
-    console = Terminal()
-    if not console.is_terminal:
-        console = Terminal(width=200)  # nothing is cut for a file
-    title = f"sample {sample['draw']}:{sample['index']} of row {sample['row']}, {sample['status']}, in {where}"
-    console.print(title, markup=False, highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("place", "token", "id", "p engine", "p trainer", "ratio", "advantage", "clip", "loss", "entropy"):
-        table.add_column(name, justify="left" if name in ("token", "clip") else "right", no_wrap=True)
+    print(f"sample {sample['draw']}:{sample['index']} of row {sample['row']}, {sample['status']}, in {where}")
+    header = ("place", "token", "id", "p engine", "p trainer", "ratio", "advantage", "clip", "loss", "entropy")
+    rows = []
     for place, one in enumerate(sample["tokens"]):
         clip = one.get("clip") or ("not in the loss" if one.get("in_loss") is False else "")
         ratio, advantage, *others = (_number(one.get(name)) for name in ("ratio", "advantage", "loss", "entropy"))
         logprobs = (one.get(f"{whose}_logprob") for whose in ("engine", "trainer"))
         chances = ("-" if logprob is None else f"{math.exp(logprob):.4f}" for logprob in logprobs)
         text = visible(one["text"]).replace("\n", "\\n")
-        cells = [str(place), text, str(one["token"]), *chances, ratio, advantage, clip, *others]
-        table.add_row(*(Text(cell, style="red" if one.get("clip") else "") for cell in cells))
-    console.print(table)
+        rows.append([str(place), text, str(one["token"]), *chances, ratio, advantage, clip, *others])
+    print_lines(columns(header, rows, terminal_width()))

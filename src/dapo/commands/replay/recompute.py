@@ -21,6 +21,7 @@ from dapo.training.micro_batch import MicroBatch, micro_batch, select_tokens
 from dapo.training.objective_protocol import Objective
 from dapo.training.packing import pack
 from dapo.training.policy import Policy
+from dapo.util.files import plain
 
 _VERDICTS = ("all_right", "all_wrong", "flat", "too_few_scored")
 """Statuses of groups that dynamic sampling did not want."""
@@ -61,7 +62,7 @@ def compare_groups(recorded: Sequence[Group], again: Sequence[Group]) -> Iterato
                 ("part in the loss", old.in_loss, new.in_loss),
             ):
                 if not same(was, now):
-                    yield Difference(what, plain_number(was), plain_number(now), **place)
+                    yield Difference(what, plain(was), plain(now), **place)
 
 
 def compare_decisions(stored: StoredStep, config: Config) -> Iterator[Difference]:
@@ -96,8 +97,8 @@ def sample_as_json(draw: int, sample: Sample, config: Config) -> dict[str, Any]:
         "length": sample.length,
         "reward": sample.verdict.value if sample.scored else None,
         "overlong_penalty": _penalty(sample, config) if sample.scored else None,
-        "shaped_reward": plain_number(sample.shaped_reward),
-        "advantage": plain_number(sample.advantage),
+        "shaped_reward": plain(sample.shaped_reward),
+        "advantage": plain(sample.advantage),
         "in_loss": sample.in_loss,
     }
 
@@ -134,15 +135,7 @@ def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, A
 
 def same(one: Any, other: Any) -> bool:
     """Whether two recorded values are equal, to the bit; NaN, and what JSON makes of it, equals itself."""
-    return bool(one == other) or (_is_none(one) and _is_none(other))
-
-
-def _is_none(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def plain_number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return bool(one == other) or all(value is None or value != value for value in (one, other))
 
 
 def reports_differ(
@@ -153,12 +146,12 @@ def reports_differ(
     for name, now in made.items():
         was = recorded.get(name)
         if name in recorded and not _close(was, now, tolerance):
-            yield Difference(name, was, plain_number(now), update=update)
+            yield Difference(name, was, plain(now), update=update)
 
 
 def _close(was: Any, now: Any, tolerance: float) -> bool:
-    if same(was, plain_number(now)) or not tolerance:
-        return same(was, plain_number(now))
+    if same(was, plain(now)) or not tolerance:
+        return same(was, plain(now))
     numbers = isinstance(was, int | float) and isinstance(now, int | float)
     return numbers and math.isclose(was, now, rel_tol=tolerance, abs_tol=tolerance / 100)
 
@@ -213,7 +206,7 @@ def traced_tokens(policy: Policy, update: Update, objective: Objective, number: 
     if isinstance(objective, DapoObjective):
         known = inputs.selected()
         columns["loss"] = known.weights * objective.token_losses(torch.where(inputs.mask, logprobs, 0), known)
-    lists = {name: [plain_number(value) for value in column.tolist()] for name, column in columns.items()}
+    lists = {name: [plain(value) for value in column.tolist()] for name, column in columns.items()}
     rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
     return [{**row, "clip": _clip(row, objective)} if isinstance(objective, DapoObjective) else row for row in rows]
 

@@ -5,10 +5,8 @@ cannot be made again, the result says why, and the others are there all the same
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -31,6 +29,7 @@ from dapo.observe.run_view import RunView
 from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.records import Group, Sample
 from dapo.training.update_report import UpdateReport
+from dapo.util.asynchronous import run_async
 
 _TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}
 """Relative difference of loss and gradient norm that other hardware or another order of additions may make."""
@@ -67,16 +66,14 @@ class Replay:
 def replay(
     root: Path,
     step: int,
-    update: int | None = None,
     sample: tuple[int, int] | None = None,
     rewards: bool = True,
     phase: Callable[[str], None] = lambda text: None,
 ) -> Replay:
     """Make a rollout step again.
-    ``step``: from 1, as in ``samples/``. ``update``: of the step, from 0: only this one is reported; None: all of them.
-    ``sample``: draw and index of the one whose tokens are wanted. ``rewards``: score the samples again, which may cost
-    calls of a judge.
-    Raises UserError: there is no such run, step, update or sample (says which there are), or a stored file is damaged.
+    ``step``: from 1, as in ``samples/``. ``sample``: draw and index of the one whose tokens are wanted. ``rewards``:
+    score the samples again, which may cost calls of a judge.
+    Raises UserError: there is no such run, step or sample (says which there are), or a stored file is damaged.
     """
     view = RunView.read(root)
     of_step = partial(config_of_step, load_config(view.folder.config), view.changes)
@@ -91,20 +88,12 @@ def replay(
     wanted = _wanted(stored, sample)
     in_memory = view.algorithm_from_python
     again = stored.trained if in_memory else BatchBuilder(config).shape(stored.trained)
-    planned = recompute.planned_updates(stored.trained, config)
-    if update is not None and not 0 <= update < len(planned):
-        there = f"there are 0 to {len(planned) - 1}" if planned else "it has none: there was nothing to train on"
-        raise ConfigError(f"--update {update}: step {step} has no such update; {there}")
-    if sample is not None and update is not None and sample[0] not in planned[update]["draws"]:
-        holders = [str(one["update"]) for one in planned if sample[0] in one["draws"]]
-        places = f"it is in {', '.join(holders)}" if holders else "it was not trained on"
-        raise ConfigError(f"--sample {sample[0]}:{sample[1]}: is not in update {update}; {places}")
     found = Replay(
         run=str(root),
         step=step,
         batch=_batch(stored),
         samples=[recompute.sample_as_json(g.draw, s, config) for g in stored.trained for s in g.samples],
-        updates=planned if update is None else [planned[update]],
+        updates=recompute.planned_updates(stored.trained, config),
     )
     changed = view.changes_of_algorithm(config)
     found.notes += [f"the algorithm is not the one that the run started with: {one}" for one in changed]
@@ -118,7 +107,7 @@ def replay(
         _rescore(found, view, config, phase)
     else:
         found.missing.append("rewards: not asked for")
-    trace = _Trace(wanted, update, decode, of_step)
+    trace = _Trace(wanted, decode, of_step)
     _make_updates(found, view, config, stored, trace, phase)
     if wanted is not None:
         found.sample = trace.as_json()
@@ -214,9 +203,7 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
         changed = view.changes_of_reward(config)
         found.notes += [f"the reward is not the one that the run started with: {one}" for one in changed]
         rows = StoredRows(config, config.reward, found.notes.append)
-        with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one, such as a notebook's
-            work = rescore(view.folder, [found.step], config.reward, config, rows, changes.append)
-            thread.submit(asyncio.run, work).result()
+        run_async(lambda: rescore(view.folder, [found.step], config.reward, config, rows, changes.append))
     except UserError as error:
         found.missing.append(f"rewards: {error}")
         return
@@ -232,7 +219,6 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
 @dataclass(slots=True)
 class _Trace:
     wanted: tuple[Group, str, Sample] | None
-    update: int | None
     decode: Callable[[int], str]
     of_step: Callable[[int], Config]
     rerun: Rerun | None = None
@@ -242,8 +228,6 @@ class _Trace:
     def visit(self, number: int, update: recompute.Update, objective: Any) -> None:
         assert self.rerun is not None
         policy = self.rerun.trainer.policy
-        if self.update not in (None, number):
-            return
         if self.wanted is not None and self.traced is None:
             group, _, sample = self.wanted
             places = np.flatnonzero((update.batch.draws == group.draw) & (update.batch.indices == sample.index))
@@ -279,8 +263,8 @@ def _make_updates(
         return give_up("there was nothing to train on")
     if in_memory := view.algorithm_from_python:
         return give_up(f"trained with {' and '.join(in_memory)} from Python, which the folder does not hold")
-    start = find_start(view.folder, config, found.step, trace.update or 0)
-    if isinstance(start, str) and trace.update is None:  # those after a checkpoint from inside of the step, if any
+    start = find_start(view.folder, config, found.step, 0)
+    if isinstance(start, str):  # those after a checkpoint from inside of the step, if any
         inside = find_start(view.folder, config, found.step, len(found.updates) - 1)
         start = inside if not isinstance(inside, str) and inside.place.steps == found.step - 1 else start
     if isinstance(start, str):
@@ -301,11 +285,10 @@ def _make_updates(
                 found.differences += rerun.differences
                 return give_up("an update on the way there does not come out as it was recorded, so the weights differ")
             phase(f"making the updates of step {found.step} again")
-            reports = rerun.make(stored, trace.update, trace.visit)
+            reports = rerun.make(stored, trace.visit)
     except UserError as error:
         return give_up(str(error))
-    wanted = {one["update"] for one in found.updates}
-    found.differences += [d for d in rerun.differences if d.update in wanted]
+    found.differences += rerun.differences
     _report_updates(found, stored, reports)
     if config.algorithm.kl.mode == "reward" and rerun.shaped is not None:
         found.differences += recompute.compare_groups(stored.trained, rerun.shaped)

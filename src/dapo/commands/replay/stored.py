@@ -64,8 +64,6 @@ class _Mismatch(_Stored):
 
 
 class _Report(_Stored):
-    """The report of an update."""
-
     loss: _Number | None
     grad_norm: _Number | None
     learning_rate: _Number | None

@@ -126,9 +126,9 @@ class Rerun:
             self.differences += faults(stored.faults, f"step {stored.step}: ")
             self.make(stored)
 
-    def make(self, stored: StoredStep, last: int | None = None, visit: Visit | None = None) -> dict[int, UpdateReport]:
-        """Make the updates of the next step and compare them with what was recorded.
-        ``last``: stop after this update; None: after all of them. ``visit``: sees every update before it is made.
+    def make(self, stored: StoredStep, visit: Visit | None = None) -> dict[int, UpdateReport]:
+        """Make the updates of the next step and compare them with what was recorded. ``visit``: sees every update
+        before it is made.
         Returns the report of every update, by its number. Those made before the checkpoint was taken are not among
         them."""
         config = self._of_step(stored.step)
@@ -146,8 +146,6 @@ class Rerun:
             batch = self._batch(stored)
         objective, watched = self.learner.objective, self.learner.watched_objective
         for number, mini in self.preparer.minibatches(batch, start=len(earlier)):
-            if last is not None and number > last:
-                return reports
             update = Update(mini, self.learner.inputs(mini))
             if visit is not None:
                 visit(number, update, objective)

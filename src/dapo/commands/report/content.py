@@ -11,17 +11,18 @@ from typing import Any
 from dapo.commands.inspect.run_report import facts
 from dapo.commands.inspect.tables import number
 from dapo.commands.report import figures
-from dapo.commands.report.extremes import extremes
 from dapo.config import flat
 from dapo.errors import UserError
 from dapo.observe.costs import Costs, Gain, costs, gains, total
 from dapo.observe.metrics import PHASES, describe
 from dapo.observe.progress import duration
 from dapo.observe.run_view import HACKING, OUTCOMES, RunView
+from dapo.observe.sample_rows import read_line, rows_of
 from dapo.util.pages import Answer, Block, Code, Plot, Rows, Section, Text
 from dapo.util.terminal import counted
 
 Entry = Mapping[str, Any]
+_SHOWN = 4  # samples of each sort
 
 
 def sections_of(run: RunView) -> list[Section]:
@@ -209,7 +210,6 @@ def _alarms(run: RunView) -> list[Block]:
 
 
 def _alarms_again(run: RunView) -> list[str]:
-    """What the alarms said during the run."""
     try:
         return [f"step {step}: {text}" for step, _, said in run.alarms() for text in said]
     except UserError as error:  # such as a recipe of an earlier version
@@ -217,22 +217,30 @@ def _alarms_again(run: RunView) -> list[str]:
 
 
 def _samples(run: RunView) -> list[Block]:
-    steps, best, worst = extremes(run)
+    """Of the last step: of equals the shortest of the good ones and the longest of the bad ones."""
+    steps = run.steps_with_samples
     if not steps:
         return [Text("No samples are stored yet." if run.saves_samples else "The recipe says run.save_samples=false.")]
-    said = (
-        f"By reward, one of each prompt, the latest step first; looked for in {len(steps)} of the steps from "
-        f"{steps[0]} to {steps[-1]}. `dapo inspect RUN --samples` shows the others."
-    )
-    both = {"best": best, "worst": worst}
-    answers = [_answer(f"{title} {n}", s) for title, several in both.items() for n, s in enumerate(several, start=1)]
-    return [Text(said), *answers]
+    blocks: list[Block] = [
+        Text(f"Of step {steps[-1]}, by reward, one of each prompt. `dapo inspect RUN --samples` shows the others.")
+    ]
+    try:
+        scored = [row for row in rows_of(run.folder.samples, steps[-1]) if row["reward"] is not None]
+        for title, sign in (("best", -1), ("worst", 1)):
+            first: dict[Any, Any] = {}  # of each prompt
+            for row in sorted(scored, key=lambda row: (sign * row["reward"], -sign * (row["length"] or 0))):
+                first.setdefault(row["row"], row)
+            lines = (read_line(run.folder.samples, row) for row in list(first.values())[:_SHOWN])
+            blocks += [_answer(f"{title} {number}", line) for number, line in enumerate(lines, start=1)]
+    except UserError as error:  # they are spoilt, or were removed meanwhile
+        blocks.append(Text(str(error)))
+    return blocks
 
 
 def _answer(title: str, sample: Mapping[str, Any]) -> Answer:
     right = {True: "right", False: "wrong"}.get(sample.get("correct"), "no verdict")  # type: ignore[arg-type]
     reward = "-" if sample.get("reward") is None else f"{sample['reward']:.4g}"
-    heading = [f"{title}: reward {reward}", right, f"step {sample['step']}", f"row {sample.get('row')}"]
+    heading = [f"{title}: reward {reward}", right, f"row {sample.get('row')}"]
     answers = (f"{name} {sample.get(key)!r}" for name, key in (("found", "extracted"), ("wanted", "gold")))
     heading += [f"{sample.get('length')} tokens", *answers]
     return Answer(", ".join(heading), str(sample.get("prompt") or ""), str(sample.get("response") or ""))

@@ -32,8 +32,7 @@ def check(
     reward: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE|KIND",
-            help="A recipe, of which the reward section is used; or math, code, exact.",
+            metavar="RECIPE|KIND", help="A recipe, of which the reward section is used; or math, code, exact."
         ),
     ],
     words: Annotated[

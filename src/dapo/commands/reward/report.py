@@ -15,7 +15,6 @@ from dapo.util.terminal import visible
 
 
 def in_words(reward: Reward) -> str:
-    """A verdict for a person."""
     if reward.error is not None:
         return f"no verdict: {visible(reward.error)}"
     parts = "".join(f", {visible(name)} {value:g}" for name, value in reward.parts.items())
@@ -66,7 +65,6 @@ class Summary:
             del best[self._most :]
 
     def lines(self) -> Iterator[str]:
-        """A table of the steps, then examples."""
         steps = self._steps if len(self._steps) == 1 else [*self._steps, ("all", self._total())]
         shown = [kind for kind in KINDS if kind in _ALWAYS or self._total()[kind]]
         kinds = [KINDS[kind] for kind in shown]
@@ -80,7 +78,6 @@ class Summary:
             yield ""
 
     def verdict(self) -> str:
-        """The whole in one line."""
         total = self._total()
         if not total["changed"]:
             return f"nothing changed: {total['samples']:,} samples"

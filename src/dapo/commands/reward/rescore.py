@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,23 +55,7 @@ class Change:
     def as_json(self) -> dict[str, Any]:
         """Which sample, and both rewards."""
         place = {key: self.sample.get(key) for key in ("step", "draw", "row", "index")}
-        return {
-            **place,
-            "kind": self.kind,
-            "before": reward_to_json(self.before),
-            "after": reward_to_json(self.after),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class GroupChange:
-    """A group whose verdict in dynamic sampling changed."""
-
-    step: int
-    draw: int
-    row: int
-    before: GroupVerdict
-    after: GroupVerdict
+        return {**place, "kind": self.kind, "before": reward_to_json(self.before), "after": reward_to_json(self.after)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +69,10 @@ class StepChange:
     step: int
     numbers: Mapping[str, float]
     changes: tuple[Change, ...]
-    group_changes: tuple[GroupChange, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Without the texts."""
-        return {
-            "step": self.step,
-            **self.numbers,
-            "changes": [change.as_json() for change in self.changes],
-            "group_changes": [asdict(change) for change in self.group_changes],
-        }
+        return {"step": self.step, **self.numbers, "changes": [change.as_json() for change in self.changes]}
 
 
 async def rescore(
@@ -179,10 +157,7 @@ def _compare(
         if (kind := kind_of_change(old, new)) is not None
     ]
     both = [(a.value, b.value) for a, b in zip(before, after, strict=True) if a.error is None and b.error is None]
-    groups = list(_groups(samples, before, after, config))
-    mixed = GroupVerdict.MIXED
-    moved = tuple(one for one in groups if (one.before is mixed) is not (one.after is mixed))
-    lost = sum(one.before is mixed for one in moved)
+    kept = Counter(_groups(samples, before, after, config))  # whether each group was kept, and would be now
     counts = Counter(change.kind for change in changes)
     numbers = {
         "samples": len(samples),
@@ -190,16 +165,14 @@ def _compare(
         "compared": len(both),
         "sum_before": math.fsum(a for a, _ in both),
         "sum_after": math.fsum(b for _, b in both),
-        "failed_before": sum(reward.error is not None for reward in before),
-        "failed_after": sum(reward.error is not None for reward in after),
-        "groups": len(groups),
-        "kept_before": sum(one.before is mixed for one in groups),
-        "kept_after": sum(one.after is mixed for one in groups),
-        "no_longer_kept": lost,
-        "newly_kept": len(moved) - lost,
+        "groups": kept.total(),
+        "kept_before": kept[True, True] + kept[True, False],
+        "kept_after": kept[True, True] + kept[False, True],
+        "no_longer_kept": kept[True, False],
+        "newly_kept": kept[False, True],
         **{kind: counts[kind] for kind in KINDS},
     }
-    return StepChange(step, numbers, tuple(changes), moved)
+    return StepChange(step, numbers, tuple(changes))
 
 
 def kind_of_change(before: Reward, after: Reward) -> str | None:
@@ -215,22 +188,23 @@ def kind_of_change(before: Reward, after: Reward) -> str | None:
 
 def _groups(
     samples: Sequence[Mapping[str, Any]], before: Sequence[Reward], after: Sequence[Reward], config: Config
-) -> Iterator[GroupChange]:
-    """Each group's verdict with the old and the new rewards."""
+) -> Iterator[tuple[bool, bool]]:
+    """Whether each group is kept with the old rewards, and with the new ones."""
     places: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         places.setdefault(sample["draw"], []).append(place)
-    for draw, members in places.items():
+    for members in places.values():
         first = samples[members[0]]
-        was, now = (_worth([rewards[k] for k in members], first, config) for rewards in (before, after))
-        yield GroupChange(first["step"], draw, first["row"], was, now)
+        was, now = (_is_kept([rewards[k] for k in members], first, config) for rewards in (before, after))
+        yield was, now
 
 
-def _worth(rewards: Sequence[Reward], sample: Mapping[str, Any], config: Config) -> GroupVerdict:
-    """The verdict of the run's dynamic sampling; by the spread of the rewards where right and wrong are open."""
+def _is_kept(rewards: Sequence[Reward], sample: Mapping[str, Any], config: Config) -> bool:
+    """By the run's dynamic sampling; by the spread of the rewards where right and wrong are open."""
     none: Any = np.zeros(0)
     made = [Sample(0, k, none, none, none, "stop", reward=reward) for k, reward in enumerate(rewards)]
     group = Group(sample["draw"], Prompt(sample["row"], sample["prompt"], ()), tuple(made))
     is_open = any(reward.correct is None for reward in rewards if reward.error is None)
     filters = config.algorithm.filter_groups
-    return judge(group, metric="score" if is_open else filters.metric, tolerance=filters.tolerance)
+    verdict = judge(group, metric="score" if is_open else filters.metric, tolerance=filters.tolerance)
+    return verdict is GroupVerdict.MIXED

@@ -35,16 +35,12 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 Recipe = Annotated[Path, typer.Argument(help="YAML file that describes the run.", metavar="RECIPE")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="SECTION.KEY=VALUE",
-        help="Change keys of the recipe, such as training.steps=20.",
-    ),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Change keys of the recipe, such as training.steps=20."),
 ]
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL",
-        help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
+        metavar="MODEL", help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo."
     ),
 ]
 Temperature = Annotated[float | None, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.")]

@@ -50,19 +50,6 @@ def say(lines: Iterable[str], stderr: bool = False) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def show_yaml(text: str) -> None:
-    """Print a recipe, coloured on a terminal."""
-    from dapo.util.terminal import Terminal
-
-    console = Terminal()
-    if console.is_terminal:
-        from rich.syntax import Syntax
-
-        console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
-    else:
-        print(text, end="" if text.endswith("\n") else "\n")
-
-
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
@@ -86,10 +73,7 @@ def require_writable(option: str, output: Path, inputs: Iterable[str | Path] = (
 def write_results(output: Path, found: Mapping[str, Any]) -> None:
     """Write what was found, and by which command, to the file of ``--json``. Raises UserError if that fails."""
     from dapo.config.secrets import redact_command
-    from dapo.util.files import write_json
+    from dapo.util.files import write_json, writing
 
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    with writing(output):
         write_json(output, {"command": redact_command(sys.argv), **found})
-    except OSError as error:
-        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None

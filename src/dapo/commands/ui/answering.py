@@ -114,7 +114,6 @@ class Answerer:
                 sides.create_task(_Side(side, model, asked, scorer, emit).answer(ids))
 
     async def _scorer_of(self, asked: Asked) -> Scorer | str:
-        """What scores this run's responses, or why nothing does."""
         config = await asyncio.to_thread(_reward_of, asked)  # reads the run: others are answered meanwhile
         if isinstance(config, str):
             return config

@@ -103,7 +103,6 @@ def _held_out(run: RunView) -> Rows | None:
 
 
 def _asked(run: RunView) -> list[Question]:
-    """The prompts of the last step with samples."""
     steps = run.steps_with_samples
     samples = read_samples(samples_path(run.folder.samples, steps[-1])) if steps else []
     lines = {one.get("row"): one for one in samples if isinstance(one.get("prompt"), str)}.values()
