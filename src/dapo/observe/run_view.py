@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -273,7 +274,9 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
+    with suppress(FileNotFoundError, NotADirectoryError):  # it may be removed meanwhile
+        return sorted(path for path in folder.iterdir() if is_run(path))
+    return []
 
 
 def _in_use(root: Path) -> bool:

@@ -6,6 +6,8 @@ import fcntl
 import http.client
 import json
 import os
+import pkgutil
+import shutil
 import signal
 import socket
 import subprocess
@@ -263,6 +265,52 @@ def test_texts_that_are_gone_leave_the_numbers(tmp_path: Path) -> None:
         (folder.samples / "step-00001.safetensors").unlink()
         found = get(f"{address}/api/group?run=r&step=1&draw=10")[1]
         assert found["samples"][0]["reward"] == 1.0 and found["samples"][0]["tokens"] == {}
+
+
+@pytest.mark.parametrize(
+    ("view", "reader"),
+    [
+        ("time?run=r", "dapo.commands.ui.queries.resources"),  # a file is gone that was there just before
+        ("groups?run=r", "dapo.commands.ui.queries.groups"),
+        ("metrics?run=r&run=other", "dapo.commands.ui.runs.RunView.read"),  # the folder itself
+    ],
+)
+def test_a_run_that_is_removed_while_it_is_read_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: str, reader: str
+) -> None:
+    folder = page_run(tmp_path / "r")
+    page_run(tmp_path / "other")
+    folder.resources.write_text("{}\n")
+    read = pkgutil.resolve_name(reader)
+
+    def removed_first(*args: Any) -> Any:
+        shutil.rmtree(folder.root, ignore_errors=True)
+        if reader.endswith("groups"):
+            raise FileNotFoundError(folder.samples)
+        return read(*args)
+
+    with served(tmp_path) as address:
+        monkeypatch.setattr(reader, removed_first)
+        assert get(f"{address}/api/{view}")[:2] == (404, {"error": "there is no run 'r' here: it was just removed"})
+        assert get(f"{address}/api/{view}")[:2] == (404, {"error": "there is no run 'r' here"})
+
+
+def test_no_other_run_is_hidden_by_one_that_is_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = page_run(tmp_path / "r").root
+    page_run(tmp_path / "other")
+    read = RunView.read
+
+    def removed_first(root: Path, *how: Any) -> RunView:
+        if root == removed:
+            raise FileNotFoundError(root)
+        return read(root, *how)
+
+    with served(tmp_path) as address:
+        monkeypatch.setattr("dapo.commands.ui.runs.RunView.read", removed_first)
+        marks = get(f"{address}/api/changes?run=r&run=other")[1]["of"]
+        assert marks["r"] == {} and marks["other"]["state"] == "killed"
 
 
 def test_a_spoilt_line_is_told_and_the_other_runs_are_there(tmp_path: Path) -> None:
