@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dapo.config import build_config, load_yaml
-from dapo.config.on_resume import without_gone
 from dapo.config.stages import STAGES, build_stage
 from dapo.errors import UserError
 from dapo.observe.alarms import Alarms
@@ -140,7 +139,7 @@ class RunView:
         tree = dict(self.config)
         if tree.get("stage") in STAGES:
             return build_stage(tree["stage"], tree)
-        return build_config(without_gone(tree, self.folder.config))
+        return build_config(tree, file=self.folder.config)
 
     def alarms(self) -> Iterator[tuple[int, Mapping[str, str], list[str]]]:
         """Of each step, of a run or a stage, what the alarms found by their names, and what they said: they see nothing
