@@ -49,10 +49,13 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_runs_stages_and_phases_have_one_budget_and_are_measured_alike(here: Path) -> None:
+def test_runs_stages_and_phases_have_one_budget_and_are_measured_alike(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipes = {"a": "a.yaml", "dpo": ("dpo.yaml", {"training.epochs": 9}), "phases": "phases.yaml"}
     table = dapo.compare(recipes, samples=48, seeds=[3], out="out", listener=Recorder())
     assert table.failures() == [] and [len(cells) for cells in table.done.values()] == [1, 1, 1]
+    assert "step 3  samples 48/48  " in (said := capsys.readouterr().out) and "000000" not in said
     a, dpo, phases = table.cells()
     # 16 samples a step; 4 rows an update; two of these are the first phase, and leave 40 samples: two steps
     assert [cell["samples"] for cell in (a, dpo, phases)] == [48, 48, 8 + 32]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dapo.config import build_config, load_yaml
+from dapo.config.plan import budget_of
 from dapo.config.stages import STAGES, build_stage
 from dapo.errors import UserError
 from dapo.observe.alarms import Alarms
@@ -153,8 +154,21 @@ class RunView:
 
     @property
     def steps_planned(self) -> int | None:
+        """None: not known, or another budget ends the run."""
         steps = _section(self.config, "training").get("steps")
-        return steps if isinstance(steps, int) else None
+        return steps if isinstance(steps, int) and self.budget is None else None
+
+    @property
+    def budget(self) -> str | None:
+        """What ends the run in place of its steps."""
+        return budget_of(_section(self.config, "training"))
+
+    @property
+    def progress(self) -> str:
+        """``12 of 100``, or ``12 in 10 minutes at most``."""
+        if self.budget is not None:
+            return f"{self.steps_done} in {self.budget} at most"
+        return f"{self.steps_done} of {'?' if self.steps_planned is None else self.steps_planned}"
 
     @property
     def seconds(self) -> float | None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from typer.testing import CliRunner
 from dapo.commands import app as program
 from dapo.commands.ui.serving import PORTS, address_of, beside, token_for
 from dapo.config import ExactReward, TrainingConfig
+from dapo.config.plan import UNBOUNDED
 from dapo.errors import UserError
 from dapo.observe.changes import Change
 from dapo.observe.metrics import MetricsLog
@@ -166,6 +168,21 @@ def test_time_left_is_told_of_a_run_that_goes_on_and_the_end_of_an_earlier_part_
             left = get(f"{address}/api/runs")[1][0]["left"]
             assert (left["steps"], left["pace"], left["seconds"]) == (7, 3.0, 21.0) and left["since"] >= 0
             assert get(f"{address}/api/evaluation?run=r")[1]["stopped"] is None
+
+
+def test_of_a_run_that_a_budget_ends_the_page_tells_the_budget(tmp_path: Path) -> None:
+    """As many steps as fit into the minutes; of tokens nobody knows."""
+    for name, budget in (("minutes", 10), ("tokens", 10**6)):
+        folder = page_run(tmp_path / name, settings={"training.steps": UNBOUNDED, f"training.{name}": budget})
+        with MetricsLog(folder.metrics) as log:
+            log.append(3, {"time/step": 3.0, "time/training": 570.0})
+    with served(tmp_path) as address, ExitStack() as stack:
+        for name in ("minutes", "tokens"):
+            lock_file(stack.enter_context((tmp_path / name / ".lock").open("w")), fcntl.LOCK_EX)
+        found = {run["name"]: run for run in get(f"{address}/api/runs")[1]}
+    assert [found[name]["planned"] for name in found] == [None, None]
+    assert (found["minutes"]["budget"], found["tokens"]["budget"]) == ("10 minutes", "1,000,000 tokens")
+    assert (found["minutes"]["left"]["steps"], found["tokens"]["left"]) == (10, None)
 
 
 def test_what_was_passed_from_python_is_said_in_place_of_the_recipe(tmp_path: Path) -> None:

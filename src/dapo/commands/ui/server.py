@@ -275,6 +275,7 @@ def _card(run: Run) -> dict[str, Any]:
             "status": view.why,
             "steps": view.steps_done,
             "planned": view.steps_planned,
+            "budget": view.budget,
             "seconds": view.seconds,
             "left": _left(run) if view.state == "running" else None,
             "before": before,
