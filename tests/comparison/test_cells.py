@@ -19,6 +19,7 @@ import dapo
 from compared import write_recipes
 from dapo.comparison import cells
 from dapo.errors import UserError
+from dapo.observe.checkpoints import Checkpoints
 from dapo.observe.metrics import read_metrics
 from dapo.observe.progress import PlainListener
 from dapo.observe.run_view import RunView
@@ -72,6 +73,30 @@ def test_runs_stages_and_phases_have_one_budget_and_are_measured_alike(
     assert [one["row"] for one in answers] == list(range(8)) and answers[0]["prompt"] == "0+0="
     assert table.ends["samples"] == 40 and table.every["phases"][0].curve[0][0]["samples"] == 8
     assert not (here / "out/a-seed-3/checkpoints").exists() and (here / "out/a-seed-3/model-after").is_dir()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_no_checkpoint_is_written_that_is_dropped_at_once_and_none_is_needed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell that ends in its last evaluation trains no second time."""
+    measure = cells.evaluate_files
+
+    def unmeasured(*args: Any) -> Any:
+        raise UserError("the disk was full")
+
+    given: dict[str, Any] = {"samples": 48, "seeds": [3], "out": "out", "listener": Recorder()}
+    recipes = ["a.yaml", "phases.yaml"]
+    monkeypatch.setattr(cells, "evaluate_files", unmeasured)
+    assert len(dapo.compare(recipes, **given).failures()) == 2
+    last = {"a-seed-3": 3, "phases-seed-3/sft": 2, "phases-seed-3/rl": 2}
+    runs = {name: RunView.read(here / "out" / name) for name in last}
+    assert {name: (run.state, run.steps_done) for name, run in runs.items()} == {n: ("finished", last[n]) for n in last}
+    kept = {name: [place.steps for place in Checkpoints(run.folder.checkpoints).places()] for name, run in runs.items()}
+    assert all(step not in kept[name] for name, step in last.items()) and kept["a-seed-3"]
+    monkeypatch.setattr(cells, "evaluate_files", measure)
+    assert dapo.compare(recipes, **given).failures() == []
+    assert not any("resumed" in RunView.read(run.folder.root).environment for run in runs.values())
 
 
 @pytest.mark.usefixtures("in_this_process")

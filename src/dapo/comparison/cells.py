@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -154,12 +155,14 @@ def _train(cell: Cell, phases: Phases, listener: PlainListener, shutdown: Shutdo
             shutil.rmtree(folder)  # killed before it was one
     *before, last = phases
     key, amount = Comparison.read(cell.root).budget
+    # the last checkpoint of a phase would be dropped at once: with its model written, nobody goes on from it
+    train = partial(run_phases, cell.folder, listener=listener, resume=True, shutdown=shutdown, last_checkpoint=False)
     if before:
-        run_phases(cell.folder, {name: phases[name] for name in before}, listener, True, shutdown)
+        train({name: phases[name] for name in before})
     used = spent([RunView.read(cell.folder / name) for name in before])[key]
     if used >= amount:
         raise UserError(f"the phases before {last} used {used:g} {key} of {amount:g}: nothing is left for {last}")
-    run_phases(cell.folder, phases | {last: limited(phases[last], key, amount - used)}, listener, True, shutdown)
+    train(phases | {last: limited(phases[last], key, amount - used)})
 
 
 def _answers(results: list[FileResult]) -> list[dict[str, Any]]:
