@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -179,6 +180,19 @@ def test_the_cell_of_a_killed_caller_writes_a_checkpoint_and_lets_go_of_its_lock
     assert run.state == "stopped" and run.checkpoints
     dapo.compare(BAD, only=["a"], listener=Recorder(), **LONG)
     assert RunView.read(here / "out/a-seed-1").steps_done == 30
+
+
+def test_a_file_system_without_locks_is_told_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("dapo.util.files.fcntl.flock", no_locks)
+    monkeypatch.setattr(cells, "_attempt", lambda *_: "not tried")
+    listener = Recorder()
+    dapo.compare(["a.yaml", "phases.yaml"], samples=8, seeds=[1], out="out", listener=listener)
+    told = [phase for phase in listener.phases if "no locks" in phase]
+    where = f"its file system has no locks ({os.strerror(errno.ENOLCK)}): let no other process work on it"
+    assert told == [f"out: {where}"]
 
 
 def test_a_cell_that_is_ended_by_a_signal_says_so_and_its_lock_holds_others_off(here: Path, monkeypatch: Any) -> None:
