@@ -89,8 +89,8 @@ def distil(
     for name, both in scores.items():
         told = _measured(both[:count], both[count:], scores["ranker"][:count])
         found[name] = {key: asdict(one) for key, one in told.items()}
-        kept = told.pop("kept", None)
-        share = kept.text(".0%") if kept else "best-of-n gains nothing"
+        gain, kept = told.pop("gain"), told.pop("kept", None)
+        share = kept.text(".0%") if kept else f"too little gain to speak of a share: {gain.text('.3f')}"
         lines.append([name, *(one.text(".3f") for one in told.values()), share])
     write_json(plan.folder / "report.json", found)
     said = f"{plan.method} on {rows} rows; measured on {count} held-out prompts."
@@ -162,8 +162,9 @@ def _recipe(plan: Plan, config: Config) -> dict[str, Any]:
 def _measured(
     before: Sequence[Sequence[Scored]], after: Sequence[Sequence[Scored]], chosen_by: Sequence[Sequence[Scored]]
 ) -> dict[str, Estimate]:
-    """Mean scores of one sample, of the best of n by ``chosen_by``, and of the distilled policy; and which share of
-    what best-of-n gains over one sample the distilled policy has, if it gains anything."""
+    """Mean scores of one sample, of the best of n by ``chosen_by``, and of the distilled policy; what best-of-n gains
+    over one sample, and which share of it the distilled policy has. Where the interval of the gain reaches 0 there is
+    no share: it could be any number (Fieller 1954)."""
     columns = list[list[float]]()
     for worth, new, chosen in zip(before, after, chosen_by, strict=True):
         usable = [(a.score, b.score) for a, b in zip(chosen, worth, strict=True) if None not in (a.score, b.score)]
@@ -173,9 +174,11 @@ def _measured(
             columns.append([fmean(values), best_of(scores, values, len(values)), fmean(distilled)])
     if not columns:
         raise DataError("no held-out prompt has samples with scores, so the gain cannot be measured")
-    table = np.array(columns)
-    found = dict(zip(("one_sample", "best_of_n", "distilled"), estimate_means(table, [False] * 3), strict=True))
-    single, best, distilled_one = table.T
-    if best.mean() > single.mean():
+    single, best, distilled_one = np.array(columns).T
+    table = np.stack([single, best, distilled_one, best - single], axis=1)
+    names = ("one_sample", "best_of_n", "distilled", "gain")
+    found = dict(zip(names, estimate_means(table, [False] * 4), strict=True))
+    gain = found["gain"]
+    if (gain.value if gain.low is None else gain.low) > 0:
         found["kept"] = estimate_ratio(distilled_one - single, best - single)
     return found

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import dapo
+from dapo.config import load_config
 from dapo.errors import UserError
+from dapo.observe.run_view import RunView
 from run_cases import PROMPTS, run
 from stored_run import RIGHT, WRONG, group, stored_run
 from test_imports import HEAVY, loaded_by
@@ -50,6 +52,18 @@ def test_a_run_under_way_is_read_as_far_as_it_is(stored: Path) -> None:
     with (stored / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "accuracy": 0.75}\n{"step": 4, "accu')
     assert list(found.metrics["accuracy"]) == [0.5, 0.5, 0.75]
+
+
+def test_the_recipe_of_an_earlier_version_is_checked_without_the_keys_that_are_gone(stored: Path) -> None:
+    """Where they held nothing; :meth:`RunView.settings` is what page and report go by."""
+    (stored / "fingerprint.json").write_text("{}")
+    file = stored / "config.yaml"
+    recipe = file.read_text()
+    file.write_text(recipe + "bygone: null\n")
+    assert RunView.read(stored).settings() == load_config(file)
+    file.write_text(recipe + "bygone: 1\n")
+    with pytest.raises(UserError, match="bygone: unknown key"):
+        RunView.read(stored).settings()
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from dapo.commands import app
 from dapo.commands.inspect.tables import ASCII, columns, curve, number
 from dapo.config import build_config
+from dapo.config.plan import UNBOUNDED
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
@@ -147,6 +149,16 @@ def test_the_overview_as_json(run: RunFolder) -> None:
     assert (found["accuracy_before"], found["accuracy_after"]) == (0.25, 0.75)
     assert [entry["step"] for entry in found["metrics"]] == [0, 1, 2, 3]
     assert found["steps_with_samples"] == [1, 2, 3]
+
+
+def test_steps_that_stand_for_no_number_are_not_shown(run: RunFolder) -> None:
+    tree = yaml.safe_load(run.config.read_text())
+    tree["training"] |= {"steps": UNBOUNDED, "minutes": 7.5}
+    run.config.write_text(yaml.safe_dump(tree))
+    assert "steps        3 in 7.5 minutes at most\n" in shown(run.root)
+    assert read_json(run.root)["steps_planned"] is None
+    assert "000000" not in shown(run.root) + shown(run.root.parent)
+    assert " 3 in 7.5 minutes at most " in shown(run.root.parent)
 
 
 @pytest.mark.parametrize("bound", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ import dapo
 from compared import write_recipes
 from dapo.comparison import cells
 from dapo.errors import UserError
+from dapo.observe.checkpoints import Checkpoints
 from dapo.observe.metrics import read_metrics
 from dapo.observe.progress import PlainListener
 from dapo.observe.run_view import RunView
@@ -49,10 +51,13 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_runs_stages_and_phases_have_one_budget_and_are_measured_alike(here: Path) -> None:
+def test_runs_stages_and_phases_have_one_budget_and_are_measured_alike(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipes = {"a": "a.yaml", "dpo": ("dpo.yaml", {"training.epochs": 9}), "phases": "phases.yaml"}
     table = dapo.compare(recipes, samples=48, seeds=[3], out="out", listener=Recorder())
     assert table.failures() == [] and [len(cells) for cells in table.done.values()] == [1, 1, 1]
+    assert "step 3  samples 48/48  " in (said := capsys.readouterr().out) and "000000" not in said
     a, dpo, phases = table.cells()
     # 16 samples a step; 4 rows an update; two of these are the first phase, and leave 40 samples: two steps
     assert [cell["samples"] for cell in (a, dpo, phases)] == [48, 48, 8 + 32]
@@ -69,6 +74,30 @@ def test_runs_stages_and_phases_have_one_budget_and_are_measured_alike(here: Pat
     assert [one["row"] for one in answers] == list(range(8)) and answers[0]["prompt"] == "0+0="
     assert table.ends["samples"] == 40 and table.every["phases"][0].curve[0][0]["samples"] == 8
     assert not (here / "out/a-seed-3/checkpoints").exists() and (here / "out/a-seed-3/model-after").is_dir()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_no_checkpoint_is_written_that_is_dropped_at_once_and_none_is_needed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell that ends in its last evaluation trains no second time."""
+    measure = cells.evaluate_files
+
+    def unmeasured(*args: Any) -> Any:
+        raise UserError("the disk was full")
+
+    given: dict[str, Any] = {"samples": 48, "seeds": [3], "out": "out", "listener": Recorder()}
+    recipes = ["a.yaml", "phases.yaml"]
+    monkeypatch.setattr(cells, "evaluate_files", unmeasured)
+    assert len(dapo.compare(recipes, **given).failures()) == 2
+    last = {"a-seed-3": 3, "phases-seed-3/sft": 2, "phases-seed-3/rl": 2}
+    runs = {name: RunView.read(here / "out" / name) for name in last}
+    assert {name: (run.state, run.steps_done) for name, run in runs.items()} == {n: ("finished", last[n]) for n in last}
+    kept = {name: [place.steps for place in Checkpoints(run.folder.checkpoints).places()] for name, run in runs.items()}
+    assert all(step not in kept[name] for name, step in last.items()) and kept["a-seed-3"]
+    monkeypatch.setattr(cells, "evaluate_files", measure)
+    assert dapo.compare(recipes, **given).failures() == []
+    assert not any("resumed" in RunView.read(run.folder.root).environment for run in runs.values())
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -151,6 +180,19 @@ def test_the_cell_of_a_killed_caller_writes_a_checkpoint_and_lets_go_of_its_lock
     assert run.state == "stopped" and run.checkpoints
     dapo.compare(BAD, only=["a"], listener=Recorder(), **LONG)
     assert RunView.read(here / "out/a-seed-1").steps_done == 30
+
+
+def test_a_file_system_without_locks_is_told_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("dapo.util.files.fcntl.flock", no_locks)
+    monkeypatch.setattr(cells, "_attempt", lambda *_: "not tried")
+    listener = Recorder()
+    dapo.compare(["a.yaml", "phases.yaml"], samples=8, seeds=[1], out="out", listener=listener)
+    told = [phase for phase in listener.phases if "no locks" in phase]
+    where = f"its file system has no locks ({os.strerror(errno.ENOLCK)}): let no other process work on it"
+    assert told == [f"out: {where}"]
 
 
 def test_a_cell_that_is_ended_by_a_signal_says_so_and_its_lock_holds_others_off(here: Path, monkeypatch: Any) -> None:

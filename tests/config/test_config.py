@@ -221,6 +221,16 @@ def test_a_run_names_keys_that_are_gone_since(tmp_path: Path) -> None:
         load_config(file)
 
 
+def test_a_run_whose_file_names_no_other_keys_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    check = Config.model_validate
+    monkeypatch.setattr(Config, "model_validate", lambda tree: checked.append(tree) or check(tree))
+    (tmp_path / "config.yaml").write_text(RECIPE)
+    (tmp_path / "fingerprint.json").write_text("{}")
+    load_config(tmp_path / "config.yaml")
+    assert len(checked) == 1
+
+
 def test_a_key_like_no_other_gets_the_valid_ones_listed(message: Message) -> None:
     text = message(RECIPE, "algorithm.kl.zzzzzzzzqqqq=1")
     assert "unknown key" in text and "mode" in text

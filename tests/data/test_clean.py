@@ -58,6 +58,22 @@ def test_each_kind_of_row_is_dealt_with_and_named(tmp_path):
     assert (report.read, report.written) == (12, 5) and list(report.counts) == list(KINDS)
 
 
+def test_each_row_is_counted_once_by_what_became_of_it(tmp_path):
+    rows = [
+        {"prompt": "Compute \frac{1}{2}.", "answer": "$4/2$"},  # mended twice, and kept
+        {"prompt": "compute  \frac{1}{2}.", "answer": "2"},  # mended, and repeated
+        {"prompt": "Is \frac{1}{3} held out?", "answer": "1.0"},  # mended, and held out
+        {"prompt": "b", "answer": "6"},
+        {"prompt": "b", "answer": "6"},  # to the letter
+    ]
+    file = write(tmp_path, *map(json.dumps, rows))
+    held = items(write(tmp_path, json.dumps({"prompt": "Is \\frac{1}{3} held out?", "answer": "1"}), name="held.jsonl"))
+    left, report = clean_data([*items(file), *items(file)], held, DataConfig(), verifier)
+    assert (report.read, report.written, len(left)) == (10, 2, 2)
+    wanted = {"repeated": 7, "evaluation": 1, "integer": 1, "same": 1}
+    assert report.counts == dict.fromkeys(KINDS, 0) | wanted and sum(wanted.values()) == report.read
+
+
 @pytest.mark.parametrize(
     ("answer", "written"),
     [

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from dapo.config import build_config
-from dapo.config.plan import missing_files, plan_of
+from dapo.config.plan import UNBOUNDED, missing_files, plan_of
 from dapo.observe.progress import (
     Listener,
     LiveListener,
@@ -24,6 +24,7 @@ from dapo.observe.progress import (
     make_listener,
     step_fields,
 )
+from dapo.orchestrator.budget import Budget
 
 METRICS = {
     "accuracy": 0.453,
@@ -98,6 +99,34 @@ def test_the_time_left_is_that_of_the_minutes_if_they_are_over_sooner(
     assert pace.tick(1, 5000, {"time/step": seconds, "time/training": used}) == (seconds, left)
     assert pace.tick(4999, 5000, {"time/step": 1e-3, "time/training": 0.0})[1] == "0:02"  # one step, however short
     assert pace.tick(4000, 5000, {"time/step": 1.0})[1] == "33:20"  # nothing is known of the minutes
+
+
+@pytest.mark.parametrize(
+    ("budget", "steps", "shown", "left"),
+    [
+        ({"minutes": 10}, "steps for 10 minutes", ("minutes", "9.0/10.0"), "0:30"),  # 60 s are left, steps of 4 s
+        ({"samples": 20_000}, "steps for 20,000 samples", ("samples", "15.0k/20.0k"), "0:10"),  # 5 steps of 15 more
+        ({"tokens": 900}, "steps for 900 tokens", ("tokens", "600/900"), "0:15"),  # half of 15 steps
+    ],
+)
+def test_a_run_that_another_budget_ends_tells_of_that_one(
+    ticks: Iterator[float], budget: dict[str, Any], steps: str, shown: tuple[str, str], left: str
+) -> None:
+    config = build_config({"model": {"path": "m"}, "training": {"steps": UNBOUNDED, **budget}})
+    used = Budget(config.training, 15, seconds=540.0, last=4.0, samples=15_000, tokens=600)
+    listener, out = plain_output(ticks)
+    live = LiveListener(Console(file=io.StringIO(), force_terminal=True, width=100), clock=lambda: 0.0)
+    for one in (listener, live):
+        one.started(plan_of(config))
+        one.step(15, UNBOUNDED, METRICS | {"time/step": 4.0, "time/training": 540.0} | used.shown())
+    first, line = out.getvalue().splitlines()
+    assert first.startswith(f"{steps}, each 512 prompts")
+    assert line.startswith(f"step 15  {' '.join(shown)}  accuracy") and line.endswith(f"left {left}")
+    live.close()
+    assert live._bar is not None and live._bar[2] == shown[0] and live._run.startswith("step 16, ")
+    told = [out.getvalue(), live._console.file.getvalue(), str(plan_of(config))]  # type: ignore[attr-defined]
+    assert not any("000000" in text for text in told)
+    assert Budget(build_config({"model": {"path": "m"}}).training, 15).shown() == {}
 
 
 def test_a_long_step_says_every_half_a_minute_where_it_is() -> None:

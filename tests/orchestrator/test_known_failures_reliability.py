@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from dapo.errors import UserError
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
+from dapo.orchestrator.model_writer import ModelWriter
 from run_cases import TOKENIZER, Recorder, config_for, run, text_sum, tiny_model
 
 
@@ -63,3 +65,14 @@ def test_rows_after_a_resume_are_those_of_the_run_that_was_not_stopped_failures_
     assert found == rows_of(tmp_path / "whole") and len(found) == 1280
     assert sorted(found[:1000]) == list(range(1000)), "an epoch holds every row once"
     assert found[1000:] != found[:280], "the second epoch has an order of its own"
+
+
+def test_weights_that_cannot_be_written_at_the_end_are_an_error_that_says_where_the_state_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(_: ModelWriter) -> None:
+        raise UserError("model-after: cannot be written: No space left on device")
+
+    monkeypatch.setattr(ModelWriter, "write_after", full)
+    with pytest.raises(UserError, match=r"(?s)No space left.*2 steps were done; the state is in .*step-00002.*go on: "):
+        run(tmp_path, {"training.steps": 2})

@@ -15,6 +15,7 @@ from dapo.config.on_resume import may_change
 from dapo.errors import ConfigError, NumericalError
 from dapo.observe.metrics import read_metrics
 from dapo.observe.run_folder import RunFolder
+from dapo.orchestrator.batch_builder import own_advantage
 from dapo.training.critic import Critic
 from dapo.training.trainer import Trainer
 from dapo.util.shutdown import Stopped
@@ -114,6 +115,7 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
     [
         ({"algorithm.filter_groups.enable": True}, "filter_groups.enable: one sample is never right and wrong"),
         ({"data.sampling": "difficulty"}, "data.sampling: one sample is never right and wrong"),
+        ({"algorithm.advantage.kind": "group-mean"}, "advantages come from the critic; leave it out"),
         ({"algorithm.objective": "gspo"}, "advantages of tokens or turns are averaged; .* algorithm.kind=group"),
         (
             {"algorithm.kind": "group", "rollout.samples_per_prompt": 2, "algorithm.objective": "gspo"}
@@ -133,6 +135,12 @@ def test_the_recipe_implies_what_goes_with_a_critic() -> None:
 def test_what_does_not_go_with_ppo_is_refused_with_the_recipe(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build_config(nested(SETTINGS | PPO | {"run.dir": "x"} | changes))
+
+
+def test_an_advantage_from_python_does_not_go_with_ppo() -> None:
+    config = build_config(nested(SETTINGS | PPO | {"run.dir": "x"}))
+    with pytest.raises(ConfigError, match="advantages come from the critic; leave the function out"):
+        own_advantage(config, lambda rewards, epsilon: rewards)
 
 
 @pytest.mark.parametrize("several", [False, True])

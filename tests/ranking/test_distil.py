@@ -78,6 +78,21 @@ def test_it_makes_rows_trains_and_tells_the_gain(task: dict[str, Path], method: 
     assert "other settings" in " ".join(other[1].split())  # the model was not distilled from this one
 
 
+def test_a_gain_that_may_be_none_has_no_share(task: dict[str, Path], tmp_path: Path) -> None:
+    """By gold every second prompt has the best of four the worse, so that all in all next to nothing is gained."""
+    (tmp_path / "gold.py").write_text(
+        "def mixed(response, prompt):\n"
+        "    return (1 if int(prompt[0]) % 2 else -1) * float(ord(response[0]) if response else 0)\n"
+    )
+    (tmp_path / "gold.yaml").write_text("reward: {kind: function, function: 'gold.py:mixed', workers: 1}\n")
+    code, said = distil(task, "--samples", "4", "--gold", str(tmp_path / "gold.yaml"))
+    by = json.loads((task["--dir"] / "report.json").read_text())["gold"]
+    assert code == 0 and by["gain"]["low"] < 0 < by["gain"]["high"], said
+    assert "kept" not in by
+    gain = "{value:.3f} ({low:.3f} to {high:.3f})".format(**by["gain"])
+    assert f"too little gain to speak of a share: {gain}" in (task["--dir"] / "report.md").read_text()
+
+
 @pytest.mark.parametrize("line", ["{bad", '{"prompt": "1+1=", "answer": "2", "x": ' + "[" * 900 + "]" * 900 + "}"])
 def test_a_row_that_cannot_be_used_is_named(task: dict[str, Path], line: str) -> None:
     task["--data"].write_text(line + "\n")

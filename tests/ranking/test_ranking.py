@@ -115,6 +115,21 @@ def test_rules_and_functions_rank_and_a_failed_score_is_last() -> None:
         score_rows(load_ranker(longest), rows)
 
 
+@pytest.mark.parametrize("kind", ["reward_model", "policy"])
+def test_letters_that_the_tokenizer_lacks_are_told_once(
+    kind: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranker = str(request.getfixturevalue(kind))
+    rows = [Candidates("1+2=", ("#3", "é3"), place="f:1"), Candidates("Zé", ("#3",), place="f:2")]
+    score_rows(load_ranker(ranker), rows)
+    (told,) = caplog.messages
+    assert told.startswith("2 of 3 responses, with their prompts,") and "has no token for, such as 'é' in f:1: " in told
+    caplog.clear()
+    score_rows(load_ranker(ranker), [Candidates("1+2=", TEXTS)])
+    score_rows(load_ranker("math"), [Candidates("1+2=", ("é",), answer="3")])
+    assert not caplog.messages
+
+
 def test_an_empty_result_stays_empty() -> None:
     assert dapo.rank(len, "", []) == []
     assert dapo.filter(lambda response: 0.0, "1+2=", ["a", "b"], threshold=0.5) == []

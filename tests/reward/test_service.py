@@ -126,13 +126,13 @@ def test_rows_that_are_examined_count_as_waiting_and_are_dropped_with_their_clie
         async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
             leaves = asyncio.create_task(client.post(f"{url}/examine", json=rows))
             await until(lambda: scorer.examining == 1)
-            assert service.waiting == 2
+            assert service.room.waiting == 2
             refused = await client.post(f"{url}/examine", json=rows)
             assert refused.status_code == 429 and refused.json()["retry"] is True and refused.headers["Retry-After"]
             score = {"items": [{"prompt": "", "response": "good"}] * 2}
             assert (await client.post(f"{url}/score", json=score)).status_code == 429
             leaves.cancel()
-            await until(lambda: service.waiting == 0)
+            await until(lambda: service.room.waiting == 0)
             assert (await client.post(f"{url}/score", json=score)).status_code == 200
         await until(lambda: scorer.dropped == 1)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ from fastapi.testclient import TestClient
 
 from dapo.config import load_reward
 from dapo.errors import ConfigError
-from dapo.ranking.endpoints import Rankers, load_rankers, router
+from dapo.ranking.endpoints import PATHS, Rankers, load_rankers, router
 from dapo.ranking.score import load_ranker
 from dapo.reward.build import make_scorer
 from dapo.reward.server import ServerLimits, create_app
 from dapo.reward.server import Service as RewardService
+from dapo.serve.model import Limits
 from served import PINNED, Served, served
 
 MESSAGES: list[Any] = [{"role": "user", "content": "1+2="}]
@@ -116,16 +119,51 @@ def test_rank_and_filter_as_endpoints(best: Served) -> None:
         assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
 
 
+def test_when_as_many_candidates_wait_as_may_others_are_refused_for_now(folder: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(response: str) -> float:
+        begun.set()
+        assert go.wait(60)
+        return 0.0
+
+    asked: dict[str, Any] = {"prompt": "p", "candidates": ["a", "b"], "threshold": 0.5}
+    few = Limits(max_waiting=3)
+    with (
+        served(folder, *PINNED, rankers=Rankers({"slow": load_ranker(slow)}), limits=few) as full,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first = pool.submit(full.post, "/v1/rank", **asked)
+        try:
+            assert begun.wait(60)
+            chat = {"messages": MESSAGES, "best_of": 2, "ranker": "slow"}
+            refused = [full.post(path, **asked) for path in ("/v1/rank", "/v1/filter")]
+            refused.append(full.post("/v1/chat/completions", **chat))
+        finally:
+            go.set()
+        for reply in refused:
+            said = "2 candidates wait, and with these 2 it would be more than 3 (--max-waiting)"
+            assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+            assert reply.json()["error"]["message"] == said
+        assert first.result().status_code == full.post("/v1/rank", **asked).status_code == 200
+
+
 def test_the_reward_server_ranks_too(tmp_path: Path) -> None:
     config = load_reward("exact")
     scorer = make_scorer(config)
     service = RewardService(scorer, config, ServerLimits())
     service.state = "ready"
     rankers = Rankers({"exact": scorer})
-    client = TestClient(create_app(service, lambda _: router(lambda: rankers, 10)), base_url="http://127.0.0.1")
+    client = TestClient(
+        create_app(service, lambda _: router(lambda: rankers, 10, service.room)), base_url="http://127.0.0.1"
+    )
     asked = {"prompt": "1+2=", "candidates": ["4", "3"], "answer": "3"}
     assert client.post("/v1/rank", json=asked).json()["ranking"][0]["text"] == "3"
     assert [one["index"] for one in client.post("/v1/filter", json=asked | {"threshold": 0}).json()["kept"]] == [1]
+    assert service.room.waiting == 0
+    service.room.waiting = service.room.most  # as items of /score count, too
+    assert [client.post(path, json=asked | {"threshold": 0}).status_code for path in PATHS] == [429, 429]
+    service.room.waiting = 0
     reply = client.post("/v1/rank", json=asked | {"candidates": ["1"] * 11})
     assert reply.status_code == 400 and "this server takes 10" in reply.text
 

@@ -181,7 +181,7 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
             + ("the model reads them as marks, not as text" if plain else "they were put through a template before"),
             f"take them out of the rows, {'unless they are meant so' if plain else 'or data.template=plain'}",
         )
-    lost = [(p, letters) for p in prompts if (letters := lost_letters(p, tokenizer.decode))]
+    lost = [(p, letters) for p in prompts if (letters := lost_letters(p.text, tokenizer.decode(list(p.token_ids))))]
     if lost:
         prompt, letters = lost[0]
         told = f"{len(lost)} of {len(prompts)} rows hold letters that the tokenizer has no token for, such as "

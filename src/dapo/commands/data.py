@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -140,7 +141,7 @@ def clean(
         print_lines([*_columns(["what was done", "rows"], table), ""] if table else [])
         print_lines([f"{report.written:,} of {report.read:,} rows are in {target}"])
         if output is not None:
-            write_results(output, report.as_json())
+            write_results(output, asdict(report))
 
 
 @app.command(epilog=EXIT_CODES)

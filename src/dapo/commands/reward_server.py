@@ -59,6 +59,6 @@ def reward_server(
 
         def ranking(service: Service) -> Any:
             rankers = Rankers({recipe: service.scorer}, thresholds)
-            return router(lambda: rankers, limits.max_items)
+            return router(lambda: rankers, limits.max_items, service.room)
 
         asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say, more=ranking))

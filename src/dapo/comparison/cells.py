@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,16 +61,20 @@ def run_cells(
         raise ConfigError(f"--only {unknown[0]}: there is no such cell; there are: {known}")
     if judged.rollout.engine not in ("native", "vllm"):  # a server has a model of its own
         judged = with_values(judged, {"rollout.engine": "native"})
+    without_locks = False
     for number, cell in enumerate(cells, start=1):
         if only and not {cell.name, cell.recipe} & set(only):
             continue
         name = f"{cell.name} ({number} of {len(cells)})"
         with (root / f".{cell.name}.lock").open("w") as lock:
             try:
-                lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                missing = lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 tell(f"{name}: another process is at it")
                 continue
+            if missing is not None and not without_locks:
+                without_locks = True
+                tell(f"{root}: its file system has no locks ({missing.strerror}): let no other process work on it")
             if "rows" in cell.result:
                 tell(f"{name}: done before")
                 continue
@@ -154,12 +159,14 @@ def _train(cell: Cell, phases: Phases, listener: PlainListener, shutdown: Shutdo
             shutil.rmtree(folder)  # killed before it was one
     *before, last = phases
     key, amount = Comparison.read(cell.root).budget
+    # the last checkpoint of a phase would be dropped at once: with its model written, nobody goes on from it
+    train = partial(run_phases, cell.folder, listener=listener, resume=True, shutdown=shutdown, last_checkpoint=False)
     if before:
-        run_phases(cell.folder, {name: phases[name] for name in before}, listener, True, shutdown)
+        train({name: phases[name] for name in before})
     used = spent([RunView.read(cell.folder / name) for name in before])[key]
     if used >= amount:
         raise UserError(f"the phases before {last} used {used:g} {key} of {amount:g}: nothing is left for {last}")
-    run_phases(cell.folder, phases | {last: limited(phases[last], key, amount - used)}, listener, True, shutdown)
+    train(phases | {last: limited(phases[last], key, amount - used)})
 
 
 def _answers(results: list[FileResult]) -> list[dict[str, Any]]:

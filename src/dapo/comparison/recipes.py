@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from dapo.config import Config, flat, load_config
 from dapo.config.composed_reward import plain_rewards
-from dapo.config.plan import existing_recipe, require_files
+from dapo.config.plan import UNBOUNDED, existing_recipe, require_files
 from dapo.config.reading import read_recipe, with_values
 from dapo.config.secrets import require_secrets
 from dapo.config.stages import STAGES, load_stage
@@ -25,7 +24,6 @@ BUDGETS = ("minutes", "samples", "tokens")
 """Keys of ``training`` that may be the budget."""
 _HOW_OFTEN = ("every", "patience", "min_improvement", "while_sampling")
 """Keys of ``evaluation`` that say nothing of what is measured."""
-_MOST_STEPS = 1_000_000
 Phases = dict[str, Any]
 """Configs of runs and stages by name, in their order; of a recipe without phases one with the name ``""``."""
 
@@ -81,9 +79,7 @@ def limited(config: Any, key: str, amount: float) -> Any:
     values: dict[str, Any] = {f"training.{name}": None for name in BUDGETS}
     values[f"training.{key}"] = amount if key == "minutes" else int(amount)
     if isinstance(config, Config):
-        each = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-        most = math.ceil(amount / each) + config.rollout.max_staleness + 1  # a sample has a token at least
-        values |= {"training.steps": _MOST_STEPS if key == "minutes" else most, "evaluation.patience": None}
+        values |= {"training.steps": UNBOUNDED, "evaluation.patience": None}
     return with_values(config, values)
 
 

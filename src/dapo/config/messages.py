@@ -7,14 +7,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from dapo.config.composed_reward import REWARD_KINDS
 from dapo.config.section import Problems, section_types
 from dapo.config.tree import Config
-from dapo.errors import shortened
+from dapo.errors import ConfigError, shortened
+
+Tree = TypeVar("Tree", bound=BaseModel)
 
 _SWITCHED_BY = {
     "model.lora": ("rank", "0", "16"),
@@ -22,6 +24,17 @@ _SWITCHED_BY = {
     "algorithm.correction": ("kind", "none", "truncate"),
 }
 """Sections without ``enable`` for which true or false may be given: the key that does it, with its value for each."""
+
+
+def build_tree(root: type[Tree], tree: Mapping[str, Any], source: str, where: Mapping[str, str] | None = None) -> Tree:
+    """Check a nested mapping and turn it into a ``root``.
+    ``source``: what to call the whole in messages. ``where``: for dotted keys, the place to name in messages.
+    Raises ConfigError: with every problem found."""
+    try:
+        return root.model_validate(tree)
+    except ValidationError as error:
+        problems = [line for item in error.errors() for line in explain(item, source, where or {}, root)]
+        raise ConfigError("\n".join(problems)) from None
 
 
 def explain(item: Any, source: str, where: Mapping[str, str], root: type[BaseModel] = Config) -> Iterator[str]:

@@ -104,9 +104,9 @@ def is_one_of(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def without_gone(tree: dict[str, Any], file: Path) -> dict[str, Any]:
+def without_gone(tree: Mapping[str, Any], file: Path, where: Mapping[str, str]) -> Mapping[str, Any]:
     """What ``file`` holds. That of a run names every key of its version: without those that are gone since and held
-    nothing."""
+    nothing, unless an override names them (``where``: for dotted keys, the place they come from)."""
     if file.name != "config.yaml" or not (file.parent / "fingerprint.json").is_file():
         return tree
     try:
@@ -116,8 +116,12 @@ def without_gone(tree: dict[str, Any], file: Path) -> dict[str, Any]:
         gone: Iterator[Any] = (item["loc"] for item in error.errors() if item["type"] == "extra_forbidden")
         for loc in gone:
             section: Any = tree
+            keys = [str(loc[-1])]
             for part in loc[:-1]:  # of a union its kind is named, too
-                section = section[part] if isinstance(section, list) or part in section else section
-            if loc[-1] in section and section[loc[-1]] is None:
+                if isinstance(section, list) or part in section:
+                    section = section[part]
+                    keys.insert(-1, str(part))
+            named = where.get(".".join(keys), "").startswith("override ")
+            if not named and loc[-1] in section and section[loc[-1]] is None:
                 del section[loc[-1]]
     return tree

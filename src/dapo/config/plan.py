@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dapo.config.data import DataItem, names_a_data_set
 from dapo.config.tree import Config
@@ -16,14 +17,26 @@ from dapo.util.terminal import counted
 MINUTES = "minutes of steps, at most"
 """The name of ``training.minutes`` among them."""
 
+UNBOUNDED = 1_000_000
+"""``training.steps`` of a run that another budget ends, as in dapo compare. It stands for no number of steps."""
+
+
+def budget_of(training: Mapping[str, Any]) -> str | None:
+    """What ends a run in place of its steps, such as ``10 minutes``; None: its steps do."""
+    steps, given = training.get("steps"), [key for key in ("minutes", "samples", "tokens") if training.get(key)]
+    if not isinstance(steps, int) or steps < UNBOUNDED or not given:
+        return None
+    return " or ".join(f"{round(training[key], 2):,}".removesuffix(".0") + f" {key}" for key in given)
+
 
 def plan_of(config: Config) -> dict[str, int | str]:
     rollout, training = config.rollout, config.training
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = config.data.max_prompt_length + rollout.max_response_length
     most = "" if training.minutes is None else ", at most"  # the minutes may be over first
+    budget = budget_of(dict(training))
     plan: dict[str, int | str] = {
-        "steps": training.steps,
+        "steps": training.steps if budget is None else f"for {budget}",
         "prompts per step": rollout.prompts_per_step,
         "samples per prompt": rollout.samples_per_prompt,
         "samples per step": samples,
@@ -31,7 +44,7 @@ def plan_of(config: Config) -> dict[str, int | str]:
         "updates per step": config.updates_per_step,
         "groups per update": training.groups_per_update,
         "samples per update": training.groups_per_update * rollout.samples_per_prompt,
-        f"updates in all{most}": config.updates_per_step * training.steps,
+        **({f"updates in all{most}": config.updates_per_step * training.steps} if budget is None else {}),
         "tokens per sample, at most": longest,
         "tokens per step, at most": samples * longest,
         "tokens per micro-batch, at most": training.tokens_per_micro_batch,
@@ -48,7 +61,8 @@ def plan_of(config: Config) -> dict[str, int | str]:
         per_row = counted(evaluation.samples_per_prompt, "sample")
         plan["evaluation"] = f"{shown} rows x {per_row}, temperature {evaluation.temperature:g}"
         between = -(-training.steps // evaluation.every) - 1 if evaluation.every and training.steps else 0
-        plan[f"evaluations{most}"] = between + (2 if training.steps else 1)
+        if budget is None:
+            plan[f"evaluations{most}"] = between + (2 if training.steps else 1)
     else:
         plan["evaluation"] = "none"
     return plan
@@ -58,8 +72,9 @@ def plan_line(plan: Mapping[str, object]) -> str:
     if "rows per update" in plan:  # of a stage
         each = counted(plan["rows per update"], "row")
         return f"{counted(plan['steps'], 'update')} of {each}, of {plan['rows']:,} rows"
+    steps = f"steps {plan['steps']}" if isinstance(plan["steps"], str) else counted(plan["steps"], "step")
     return (
-        f"{counted(plan['steps'], 'step')}, each {counted(plan['prompts per step'], 'prompt')} x "
+        f"{steps}, each {counted(plan['prompts per step'], 'prompt')} x "
         f"{counted(plan['samples per prompt'], 'sample')} = {counted(plan['samples per step'], 'sample')}, "
         f"{counted(plan['updates per step'], 'update')} of {counted(plan['groups per update'], 'group')}"
     )

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from dapo.config.composed_reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.data import DataItem
-from dapo.config.messages import explain, fields_at
+from dapo.config.messages import build_tree, fields_at
 from dapo.config.on_resume import without_gone
 from dapo.config.plan import existing_recipe, shipped_recipes
 from dapo.config.secrets import require_secrets
@@ -30,14 +30,12 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     ``recipe``: a file, or the name of a recipe that comes with the package, such as ``cpu-demo``. Relative data files
     and a reward function's file are resolved beside the recipe if they exist there.
     Raises ConfigError: with every problem found, each with file, line and key."""
-    tree, where = read_recipe(path := existing_recipe(recipe), ())
-    tree = without_gone(tree, path)
-    apply_overrides(tree, overrides, where)
+    tree, where = read_recipe(path := existing_recipe(recipe), overrides)
     _require_run(tree, path)
     run = tree["run"] = {} if tree.get("run") is None else tree["run"]
     if isinstance(run, dict) and run.get("dir") is None:
         run["dir"] = f"runs/{path.stem}"
-    return beside(build_config(tree, str(path), where), path.parent)
+    return beside(build_config(tree, str(path), where, path), path.parent)
 
 
 def _require_run(tree: Mapping[str, Any], path: Path) -> None:
@@ -126,20 +124,20 @@ def merged(tree: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping[str, str] | None = None) -> Config:
-    """Check a nested mapping and turn it into a :class:`Config`, as :func:`build_tree` does."""
-    return build_tree(Config, tree, source, where)
-
-
-def build_tree(root: type[Tree], tree: Mapping[str, Any], source: str, where: Mapping[str, str] | None = None) -> Tree:
-    """Check a nested mapping and turn it into a ``root``.
-    ``source``: what to call the whole in messages. ``where``: for dotted keys, the place to name in messages.
-    Raises ConfigError: with every problem found."""
+def build_config(
+    tree: Mapping[str, Any],
+    source: str = "config",
+    where: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Config:
+    """Check a nested mapping and turn it into a :class:`Config`, as :func:`build_tree` does. ``file``: that it was read
+    from; of a run, keys that are gone since may be there where they hold nothing."""
     try:
-        return root.model_validate(tree)
-    except ValidationError as error:
-        problems = [line for item in error.errors() for line in explain(item, source, where or {}, root)]
-        raise ConfigError("\n".join(problems)) from None
+        return build_tree(Config, tree, source, where)
+    except ConfigError:
+        if file is None or (left := without_gone(tree, file, where or {})) == tree:
+            raise
+        return build_tree(Config, left, source, where)
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:

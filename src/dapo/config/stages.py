@@ -14,8 +14,9 @@ from yaml import YAMLError
 
 from dapo.config.common import HeldOutConfig, OptimizerConfig
 from dapo.config.data import Files, WritingConfig
+from dapo.config.messages import build_tree
 from dapo.config.plan import existing_recipe
-from dapo.config.reading import build_tree, file_beside, items_beside, load_yaml, read_recipe, with_values
+from dapo.config.reading import file_beside, items_beside, load_yaml, read_recipe, with_values
 from dapo.config.runtime import RuntimeConfig
 from dapo.config.section import Problems, Section
 from dapo.config.sections import ModelConfig, RunConfig

@@ -244,6 +244,11 @@ def _conflicts_of_critic(config: Config) -> Iterator[str]:
         )
     if not ppo:
         return
+    if (kind := algorithm.advantage.kind) != AlgorithmConfig().advantage.kind:
+        yield (
+            f"algorithm.advantage.kind: {kind} compares the samples of a prompt, but with algorithm.kind=ppo the "
+            "advantages come from the critic; leave it out, or use algorithm.kind=group"
+        )
     if apart:
         yield "algorithm.kind: ppo trains in one process; use runtime.kind=local, or kind=group"
     asked = {"algorithm.filter_groups.enable=false": algorithm.filter_groups.enable}

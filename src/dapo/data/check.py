@@ -25,7 +25,6 @@ from dapo.data.parts import Part, Rows, encode, keys_of, open_table
 from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys
 from dapo.data.template import PromptTemplate, lost_letters
 from dapo.errors import DataError
-from dapo.records import Prompt
 
 _VERSION = 4
 _ROWS = "rows.bin"
@@ -252,7 +251,7 @@ def _read_all(
                 if len(faults) < SHOWN_FAULTS:
                     faults.append((number, str(fault)))
                 continue
-            lost = lost_letters(Prompt(number, row.text, ids), template.text) if template else ()
+            lost = lost_letters(row.text, template.text(list(ids))) if template else ()
             unknown = [("hold letters that the tokenizer has no token for", repr("".join(lost)))] if lost else []
             for what, said in (*row.doubts(rows.parts[0].keys), *unknown):
                 count, first = doubts.get(what, (0, []))

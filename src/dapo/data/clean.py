@@ -7,10 +7,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from dapo.config import DataConfig
 from dapo.config.data import DataItem
@@ -35,8 +34,10 @@ KINDS = {
     "control": "mended: control characters",
     "integer": "mended: the answer is an integer, and now written as one",
     "fraction": "mended: the answer was a fraction m/n, and the row now asks for m + n",
+    "same": "kept as they are",
 }
-"""What happens to rows; the first five leave them out."""
+"""What becomes of rows."""
+_MENDED = ("control", "integer", "fraction")
 _PLAIN = re.compile(r"-?\d+")
 _FRAME = re.compile(r"[\s$]*(?:\\boxed\{(?P<boxed>.*)\}|(?P<bare>.*?))[\s$.]*", re.DOTALL)
 _NUMBER = re.compile(r"[-\u2212]?(?:\d{1,999}|\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+)(?:\.0*)?")
@@ -58,21 +59,22 @@ class Change:
 
 @dataclass(slots=True)
 class CleanReport:
-    """``read`` and ``written`` count rows; ``changes`` are in the order in which they were made."""
+    """``counts`` has each of the rows that were ``read`` once, by what became of it at last; ``changes`` are in the
+    order in which they were made."""
 
+    counts: dict[str, int] = field(default_factory=dict)
     read: int = 0
     written: int = 0
     changes: list[Change] = field(default_factory=list)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        found: Counter[str] = Counter()
+    def end(self, rows: Sequence[Row]) -> None:
+        """``rows``: those that are left."""
+        mended = {change.row: change.what for change in self.changes if change.what in _MENDED}
+        found = Counter(mended.get(row.place, "same") for row in rows)
         for change in self.changes:
-            found[change.what] += change.rows
-        return {kind: found[kind] for kind in KINDS}
-
-    def as_json(self) -> dict[str, Any]:
-        return {"counts": self.counts, **asdict(self)}
+            if change.what not in _MENDED:
+                found[change.what] += change.rows
+        self.counts, self.written = {kind: found[kind] for kind in KINDS}, len(rows)
 
 
 def clean_data(
@@ -106,7 +108,7 @@ def clean_data(
         for place, first, alike in near_repeats([row.text for row in rows], [row.answer for row in rows])
     }
     rows = _without(rows, near, report)
-    report.written = len(rows)
+    report.end(rows)
     return rows, report
 
 

@@ -181,6 +181,10 @@ class PolicyText:
             tuple(self._prompt(texts.prompt)), tuple(map(self.response, texts.responses)), texts.values, texts.margin
         )
 
+    def read_back(self, prompt: str | Messages, response: str) -> str:
+        """What is left of the two in tokens. Raises BadRow: the template refuses the prompt."""
+        return str(self._tokenizer.decode([*self._prompt(prompt), *self.response(response)]))
+
     def pieces(self, messages: Messages) -> Iterator[Example]:
         """A conversation as one example in which only the assistant's messages are learned. Where the template does not
         write a longer conversation as the shorter one with something behind it, another example begins."""

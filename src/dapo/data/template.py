@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time
 from functools import cached_property
@@ -356,10 +356,9 @@ class PromptTemplate:
         return list(ids)
 
 
-def lost_letters(prompt: Prompt, decode: Callable[[list[int]], str]) -> list[str]:
-    """Letters of a prompt that its tokens do not hold, case and compatible forms apart."""
-    said = re.sub(r"^(system|user|assistant): ", "", prompt.text, flags=re.MULTILINE)
-    seen = decode(list(prompt.token_ids))
+def lost_letters(text: str, seen: str) -> list[str]:
+    """Letters of a text that are not in what is ``seen`` of it, its tokens decoded; case and compatible forms apart."""
+    said = re.sub(r"^(system|user|assistant): ", "", text, flags=re.MULTILINE)
     there, here = (set(unicodedata.normalize("NFKC", text).casefold()) for text in (said, seen))
     return sorted(letter for letter in there - here if letter.isprintable() and not letter.isspace())[:20]
 

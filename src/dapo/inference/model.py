@@ -234,8 +234,8 @@ def doubts(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> Ite
     if asked.samples_per_prompt > 1 and asked.temperature == 0:
         yield "at temperature 0 all samples of a prompt are alike; use a temperature of 1"
     for name, several in prompts.items():
-        some = spread(several, LOOKED_AT)
-        lost = [(p, letters) for p in some if (letters := lost_letters(p, prompting.tokenizer.decode))]
+        some, decode = spread(several, LOOKED_AT), prompting.tokenizer.decode
+        lost = [(p, letters) for p in some if (letters := lost_letters(p.text, decode(list(p.token_ids))))]
         if lost:
             prompt, letters = lost[0]
             which = f", {len(lost)} of {len(some)} looked at" if len(several) > 1 else ""

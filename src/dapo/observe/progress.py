@@ -42,7 +42,8 @@ class Listener:
         """Training begins; ``plan`` is what :func:`dapo.config.plan.plan_of` says."""
 
     def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
-        """Rollout step ``step`` (from 1) of ``total`` is done; ``metrics`` as in metrics.jsonl."""
+        """Rollout step ``step`` (from 1) of ``total`` is done; ``metrics`` as in metrics.jsonl. Where another budget
+        than ``total`` ends the run, ``metrics["budget"]`` is its key, how much is used, and how much there is."""
 
     def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
         """An evaluation is done; ``name`` says when or of what, such as "before training"."""
@@ -184,8 +185,9 @@ class LiveListener(_Telling):
     def started(self, plan: dict[str, Any]) -> None:
         self._pace.start(plan)
         self._print(Text(plan_line(plan), style="bold"))
-        self._run = f"step 1/{plan['steps']}"
-        self._show("training", (0, int(plan["steps"]), ""))
+        steps = plan["steps"]
+        self._run = "step 1" if isinstance(steps, str) else f"step 1/{steps}"
+        self._show("training", None if isinstance(steps, str) else (0, int(steps), ""))
 
     def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
         seconds, eta = self._pace.tick(step, total, metrics)
@@ -194,8 +196,13 @@ class LiveListener(_Telling):
             self._print(Text(" ".join(_column(label, label) for label, _ in fields), style="dim"))
         self._rows += 1
         self._print(Text(" ".join(_column(label, text) for label, text in fields)))
-        self._run = f"step {min(step + 1, total)}/{total}, {eta} left"
-        self._show("training", (step, total, ""))
+        if "budget" in metrics:
+            key, used, most = metrics["budget"]
+            self._run = f"step {step + 1}, {eta} left"
+            self._show("training", (round(used), round(most), key))
+        else:
+            self._run = f"step {min(step + 1, total)}/{total}, {eta} left"
+            self._show("training", (step, total, ""))
 
     def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
         self._print(Text(evaluation_line(name, metrics), style="cyan"))
@@ -236,6 +243,9 @@ class Pace:
         left: float = max(total - step, 0)
         if used is not None and seconds > 0 and math.isfinite(self._minutes):
             left = min(left, steps_that_fit(self._minutes, used, seconds))
+        if "budget" in metrics and metrics["budget"][0] != "minutes":
+            _, spent, most = metrics["budget"]
+            left = min(left, max(0.0, most - spent) * step / spent) if spent else left
         return seconds, duration(left * sum(self._recent) / len(self._recent))
 
 
@@ -257,13 +267,18 @@ class Lap:
 
 def step_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: float, eta: str) -> list[tuple[str, str]]:
     """Label and text of what matters in a step; a dash where a number is missing or not finite."""
+    of, budget = f"{step}/{total}", list[tuple[str, str]]()
+    if "budget" in metrics:
+        key, *shares = metrics["budget"]
+        of, budget = str(step), [(key, "/".join(f"{n:.1f}" if key == "minutes" else _compact(n) for n in shares))]
     if "reward/mean" not in metrics and "groups/kept" not in metrics and "loss" in metrics:  # a stage
         shown = [(label, _shown(metrics, name, form)) for label, name, form in _OF_STAGES if name in metrics]
         speed = _compact(_number(metrics, "tokens_per_second/update"))
         return [("step", f"{step}/{total}"), *shown, ("tok/s", speed), ("sec", f"{seconds:.1f}"), ("left", eta)]
     speed = next((n for n in ("tokens_per_second/total", "tokens_per_second/rollout") if n in metrics), "")
     return [
-        ("step", f"{step}/{total}"),
+        ("step", of),
+        *budget,
         ("accuracy", _shown(metrics, "accuracy", "{:.1%}")),
         ("reward", _shown(metrics, "reward/mean", "{:+.2f}")),
         ("kept", f"{_shown(metrics, 'groups/kept', '{:.0f}')}/{_shown(metrics, 'groups/drawn', '{:.0f}')}"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dapo.config import build_config, load_yaml
-from dapo.config.on_resume import without_gone
+from dapo.config.plan import budget_of
 from dapo.config.stages import STAGES, build_stage
 from dapo.errors import UserError
 from dapo.observe.alarms import Alarms
@@ -137,7 +138,7 @@ class RunView:
         tree = dict(self.config)
         if tree.get("stage") in STAGES:
             return build_stage(tree["stage"], tree)
-        return build_config(without_gone(tree, self.folder.config))
+        return build_config(tree, file=self.folder.config)
 
     def alarms(self) -> Iterator[tuple[int, Mapping[str, str], list[str]]]:
         """Of each step, of a run or a stage, what the alarms found by their names, and what they said: they see nothing
@@ -151,8 +152,21 @@ class RunView:
 
     @property
     def steps_planned(self) -> int | None:
+        """None: not known, or another budget ends the run."""
         steps = _section(self.config, "training").get("steps")
-        return steps if isinstance(steps, int) else None
+        return steps if isinstance(steps, int) and self.budget is None else None
+
+    @property
+    def budget(self) -> str | None:
+        """What ends the run in place of its steps."""
+        return budget_of(_section(self.config, "training"))
+
+    @property
+    def progress(self) -> str:
+        """``12 of 100``, or ``12 in 10 minutes at most``."""
+        if self.budget is not None:
+            return f"{self.steps_done} in {self.budget} at most"
+        return f"{self.steps_done} of {'?' if self.steps_planned is None else self.steps_planned}"
 
     @property
     def seconds(self) -> float | None:
@@ -270,7 +284,9 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
+    with suppress(FileNotFoundError, NotADirectoryError):  # it may be removed meanwhile
+        return sorted(path for path in folder.iterdir() if is_run(path))
+    return []
 
 
 def _in_use(root: Path) -> bool:

@@ -37,6 +37,8 @@ def own_advantage(config: Config, given: Estimator | None = None) -> Estimator |
     own = own_part(config, key, given)
     if own is None:
         return None
+    if config.algorithm.kind == "ppo":
+        raise ConfigError(f"{key}: with algorithm.kind=ppo advantages come from the critic; leave the function out")
 
     def estimate(rewards: torch.Tensor, epsilon: float) -> torch.Tensor:
         found = call_own(key, lambda: torch.as_tensor(own(rewards, epsilon)).double())

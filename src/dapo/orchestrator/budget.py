@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dapo.config import TrainingConfig
+from dapo.config.plan import UNBOUNDED
 from dapo.util.terminal import counted
 
 
@@ -51,6 +52,15 @@ class Budget:
         """The limit that another step would go beyond; None: there is none. A first step is always made."""
         over = (name for name, used, last, most in self._limits() if self.steps and used + last > most)
         return next(over, None)
+
+    def shown(self) -> dict[str, tuple[str, float, float]]:
+        """Under ``budget``, where another budget ends the run in place of its steps, the one that is over first: its
+        key, how much of it is used, and how much there is."""
+        if self.config.steps < UNBOUNDED:
+            return {}
+        units = {"minutes": 60.0}
+        limits = [(key, used / units.get(key, 1), most / units.get(key, 1)) for key, used, _, most in self._limits()]
+        return {"budget": max(limits, key=lambda one: one[1] / one[2])} if limits else {}
 
     def _limits(self) -> Iterator[tuple[str, float, float, float]]:
         """Of each limit that is set its key, what is used of it, by the latest step, and what there is."""

@@ -74,6 +74,7 @@ class Checkpointer:
         self.checkpoints = Checkpoints(folder.checkpoints, config.keep_last, config.keep_every)
         self._writer = CheckpointWriter(self.checkpoints, models.tell)
         self._lock = contextlib.ExitStack()
+        self.keeps_last = True  # False: whoever began the run drops its checkpoints at its end
         self._lock.enter_context(folder.lock(models.tell))  # acquired last, so that a failed constructor holds no lock
 
     async def close(self) -> None:
@@ -91,6 +92,9 @@ class Checkpointer:
     async def maybe_save(self, last: bool) -> None:
         """Between two steps: after every so many, after the best one so far, and after the last one.
         Raises UserError: a checkpoint could not be written."""
+        if last and not self.keeps_last:
+            await self.settle()
+            return
         done = self._state.steps_done
         due = any(every and done % every == 0 for every in (self._config.save_every, self._config.keep_every))
         if last or due or self.is_best():

@@ -57,7 +57,7 @@ class RunOverrides:
     ``algorithm.advantage.kind``, ``data.source``, ``rollout.engine``, ``run.trackers`` and ``evaluation.metrics`` name.
     The last two come beside those of the recipe. With an engine give ``algorithm.proximal=recompute``.
     ``folder``: a run folder that has been made already; ``lock``: holds its lock, until the run takes that over.
-    ``resume``: that of a run to go on with.
+    ``resume``: that of a run to go on with. ``last_checkpoint``: whether one is written at the end.
     """
 
     model: Any = None
@@ -74,6 +74,7 @@ class RunOverrides:
     folder: RunFolder | None = None
     lock: ExitStack | None = None
     resume: RunFolder | None = None
+    last_checkpoint: bool = True
 
     @property
     def in_memory(self) -> list[str]:

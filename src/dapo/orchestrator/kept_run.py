@@ -74,15 +74,15 @@ class KeptRun(abc.ABC):
         try:
             with shortage_explained(self.config, self.model), self.state.spans.counting():
                 await self._train()
+            self.shutdown.doing = "the final weights to be written"
+            with self.state.seconds("writing"):
+                await self.checkpointer.models.write_after()
         except BaseException as error:
             note = await self._rescue(error)
             if isinstance(error, UserError):
                 raise type(error)(f"{error}\n{note}") from None
             self.listener.warning(note)
             raise
-        self.shutdown.doing = "the final weights to be written"
-        with self.state.seconds("writing"):
-            await self.checkpointer.models.write_after()
         return self._summarise(self.plan.reason(self.state))
 
     async def close(self) -> None:
@@ -123,6 +123,7 @@ class KeptRun(abc.ABC):
             given.lock.close()
         self.alarms = Alarms(config)
         self.checkpointer = self._place()
+        self.checkpointer.keeps_last = given.last_checkpoint
         self._closing.push_async_callback(self.checkpointer.close)
         self.shutdown.run = folder.root
         latest, kept, contents = None, None, list[Difference]()

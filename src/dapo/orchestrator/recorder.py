@@ -81,7 +81,7 @@ class Recorder:
         await self._write_samples(number, step)
         write_spans(self.folder.spans, number, [*step.spans, *step.rollout.spans])
         entry = self.metrics.append(number, metrics | count)
-        self.listener.step(number, self.config.training.steps, entry)
+        self.listener.step(number, self.config.training.steps, entry | after.shown())
         if evaluation:
             self.listener.evaluated(when(after), dict(evaluation))
 

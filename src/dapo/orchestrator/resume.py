@@ -21,7 +21,6 @@ from dapo.config.on_resume import (
     MAY_CHANGE_UNLESS_DETERMINISTIC,
     is_one_of,
     may_change,
-    without_gone,
 )
 from dapo.config.secrets import redact, require_secrets
 from dapo.config.user_parts import own_parts
@@ -183,7 +182,7 @@ def _differences(folder: RunFolder, config: Config) -> list[Difference]:
     """From the settings of a run. Those that have come with a later version were at their defaults."""
     stored = _settings(folder)
     with contextlib.suppress(ConfigError):  # it has keys that are gone: the comparison will name them
-        stored = build_config(without_gone(stored, folder.config)).model_dump(mode="json")
+        stored = build_config(stored, file=folder.config).model_dump(mode="json")
     return list(differences(redact(stored), redact(config.model_dump(mode="json"))))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 from starlette.exceptions import HTTPException
 
@@ -14,8 +14,9 @@ from dapo.data.rows import BadRow
 from dapo.errors import ConfigError
 from dapo.ranking.calibrate import passing, read_thresholds
 from dapo.ranking.rows import EVERY, Candidates, candidates
-from dapo.ranking.score import best_first, load_ranker, score
+from dapo.ranking.score import Scored, best_first, load_ranker, score
 from dapo.reward.contract import Scorer
+from dapo.util.gate import Room, unless_gone
 
 PATHS = ("/v1/rank", "/v1/filter")
 
@@ -54,8 +55,8 @@ def load_rankers(named: Mapping[str, str], calibrations: Mapping[str, str]) -> R
     return Rankers(found, {name: read_thresholds(Path(file), named[name]) for name, file in calibrations.items()})
 
 
-def router(rankers: Callable[[], Rankers], most: int) -> APIRouter:
-    """``most``: candidates of one request."""
+def router(rankers: Callable[[], Rankers], most: int, room: Room) -> APIRouter:
+    """``most``: candidates of one request. ``room``: for those of all requests."""
     routes = APIRouter(prefix="/v1")
 
     def read(asked: Asked) -> tuple[str, Scorer, Candidates]:
@@ -68,21 +69,25 @@ def router(rankers: Callable[[], Rankers], most: int) -> APIRouter:
             raise HTTPException(400, f"candidates: {len(row.texts)} in one request; this server takes {most}")
         return name, ranker, row
 
+    async def scores(ranker: Scorer, row: Candidates, request: Request) -> list[Scored]:
+        with room.taken(len(row.texts)):
+            return await unless_gone(request, score(ranker, row))
+
     @routes.post("/rank")
-    async def rank(asked: Asked) -> dict[str, Any]:
+    async def rank(asked: Asked, request: Request) -> dict[str, Any]:
         """The candidates with their scores, the best first."""
         name, ranker, row = read(asked)
-        return {"ranker": name, "ranking": [one.told for one in best_first(await score(ranker, row))]}
+        return {"ranker": name, "ranking": [one.told for one in best_first(await scores(ranker, row, request))]}
 
     @routes.post("/filter")
-    async def filter_candidates(asked: Asked) -> dict[str, Any]:
+    async def filter_candidates(asked: Asked, request: Request) -> dict[str, Any]:
         """Those that score above the threshold, in their order: of the language model ``model``, if it is given."""
         name, ranker, row = read(asked)
         given = rankers().thresholds.get(name, {}) if asked.threshold is None else {EVERY: asked.threshold}
         if not given:
             raise HTTPException(400, f"threshold: {name} has no calibration here (--calibration); give one")
         try:
-            kept = passing([row], [scored := await score(ranker, row)], given)[0]
+            kept = passing([row], [scored := await scores(ranker, row, request)], given)[0]
         except ConfigError as error:
             raise HTTPException(400, str(error)) from None
         failed = sum(one.score is None for one in scored)

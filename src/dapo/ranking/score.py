@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from dapo.config import load_reward
 from dapo.config.composed_reward import REWARD_KINDS, RewardConfig
 from dapo.config.reading import apply_overrides, with_values
 from dapo.config.stages import RewardModelConfig, build_stage, load_stage, stage_named
+from dapo.data.template import lost_letters
 from dapo.errors import ConfigError, RewardError
 from dapo.inference.found_model import FoundModel, find_model
 from dapo.model.hub import LOADING, require_at_hand
@@ -31,6 +33,7 @@ from dapo.reward.contract import Scorer
 from dapo.reward.function_scorers import CallableScorer
 from dapo.util.asynchronous import run_async
 from dapo.util.files import read_json
+from dapo.util.terminal import visible
 
 if TYPE_CHECKING:
     from dapo.data.rows import Messages
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 _MESSAGES = "messages of the prompt"
 """Key of a prompt's meta: a policy reads a chat as it is, rewards as one text."""
 _LONGEST = 2**16
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ def score_rows(ranker: Scorer, rows: Sequence[Candidates], most_failed: float = 
     async def work() -> list[list[Scored]]:
         try:
             await ranker.start()
+            _warn_of_lost_letters(ranker, rows)
             return list(await asyncio.gather(*(score(ranker, row) for row in rows)))
         finally:
             await ranker.close()
@@ -88,6 +93,20 @@ def score_rows(ranker: Scorer, rows: Sequence[Candidates], most_failed: float = 
         row, one = failed[0]
         raise RewardError(f"{len(failed)} of {len(every)} scores failed, such as {row.place}: {one.error}")
     return found
+
+
+def _warn_of_lost_letters(ranker: Scorer, rows: Sequence[Candidates]) -> None:
+    every = [(row, row.prompt_text, text) for row in rows for text in row.texts]
+    lost = list[tuple[Candidates, list[str]]]()
+    for row, prompt, text in every:
+        seen = ranker.read_back(prompt, text)
+        if seen is not None and (letters := lost_letters(f"{prompt}\n{text}", seen)):
+            lost.append((row, letters))
+    if lost:
+        row, letters = lost[0]
+        such = f"such as {''.join(letters)!r}{row.place and f' in {row.place}'}"
+        told = f"{len(lost)} of {len(every)} responses, with their prompts, hold letters that the ranker's tokenizer"
+        _log.warning("%s", visible(f"{told} has no token for, {such}: the ranker does not see them"))
 
 
 def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence[str] = ()) -> Scorer:
@@ -194,6 +213,13 @@ class ImplicitScorer(Scorer):
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         return await self._batches.submit((prompt.meta.get(_MESSAGES, prompt.text), response))
+
+    def read_back(self, prompt: str, response: str) -> str | None:
+        from dapo.data.rows import BadRow
+
+        with contextlib.suppress(BadRow):  # its score says so
+            return str(self._text.read_back(prompt, response))
+        return None
 
     async def close(self) -> None:
         await self._batches.close()

@@ -41,7 +41,7 @@ from dapo.reward.protocol import (
     ScoreReply,
     ScoreRequest,
 )
-from dapo.util.gate import WorkGate, add_reports, disconnected, place_in_body, unless_gone
+from dapo.util.gate import Room, WorkGate, add_reports, disconnected, place_in_body, unless_gone
 from dapo.util.serving import Address, Progress, run_service
 from dapo.util.version import VERSION
 
@@ -68,7 +68,7 @@ class Service(Progress):
     def __init__(self, scorer: Scorer, config: RewardConfig, limits: ServerLimits, token: str | None = None) -> None:
         super().__init__()
         self.scorer, self.config, self.limits, self.token = scorer, config, limits, token
-        self.waiting = 0  # items that wait or are scored, and rows that are examined
+        self.room = Room(limits.max_waiting, "items")  # also rows that are examined, and candidates that are ranked
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("dapo_reward_requests", "Requests answered", ["path", "code"], registry=registry)
         self._items = Counter("dapo_reward_items", "Items scored, failed ones counted", registry=registry)
@@ -76,30 +76,20 @@ class Service(Progress):
         self._seconds = Histogram(
             "dapo_reward_seconds", "From the arrival of an item to its result", buckets=_BUCKETS, registry=registry
         )
-        waiting = Gauge("dapo_reward_waiting", "Items that wait or are scored, rows examined", registry=registry)
-        waiting.set_function(lambda: self.waiting)
+        waiting = Gauge("dapo_reward_waiting", "Items that wait or are scored", registry=registry)
+        waiting.set_function(lambda: self.room.waiting)
 
     def scores(self, items: Sequence[Item]) -> _Scores:
         """Begin to score. Raises HTTPException: 429, too much waits already."""
-        self._check_room(len(items))
+        self.room.check(len(items))
         return _Scores(self, items)
 
     async def doubts(self, rows: Sequence[Row], request: Request) -> Sequence[Doubt]:
         """What is wrong with ``rows``. Dropped when the client goes away.
         Raises HTTPException: 429, too much waits already; ClientDisconnect: it has gone."""
-        self._check_room(len(rows))
         prompts = [row.as_prompt(place) for place, row in enumerate(rows)]
-        self.waiting += len(rows)
-        try:
+        with self.room.taken(len(rows)):
             return await unless_gone(request, self.scorer.examine(prompts))
-        finally:
-            self.waiting -= len(rows)
-
-    def _check_room(self, count: int) -> None:
-        most = self.limits.max_waiting
-        if self.waiting + count > most:
-            text = f"{self.waiting} items wait, and with these {count} it would be more than {most} (--max-waiting)"
-            raise HTTPException(429, text, {"Retry-After": "1"})
 
     async def score(self, index: int, item: Item) -> Result:
         """The result for one item. Raises RewardError: the reward broke its contract."""
@@ -140,12 +130,12 @@ class _Scores:
         self._service = service
         self._finished: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self._tasks = [asyncio.create_task(service.score(index, item)) for index, item in enumerate(items)]
-        service.waiting += len(items)
+        service.room.waiting += len(items)
         for task in self._tasks:
             task.add_done_callback(self._settle)
 
     def _settle(self, task: asyncio.Task[Any]) -> None:
-        self._service.waiting -= 1
+        self._service.room.waiting -= 1
         if not task.cancelled():
             task.exception()  # taken note of, also if nobody asks for it
         self._finished.put_nowait(task)

@@ -42,7 +42,7 @@ from dapo.serve.live import Journal
 from dapo.serve.model import Job, Limits, ServedModel
 from dapo.serve.protocol import ChatRequest, CompletionRequest, Reply, SamplingRequest, error_body
 from dapo.util.asynchronous import in_thread
-from dapo.util.gate import WorkGate, add_reports, place_in_body, unless_gone
+from dapo.util.gate import Room, WorkGate, add_reports, place_in_body, unless_gone
 from dapo.util.serving import Address, Progress, run_service
 from dapo.util.version import VERSION
 
@@ -67,6 +67,7 @@ class Service(Progress):
     ) -> None:
         super().__init__()
         self.limits, self.token, self.loaded, self.rankers = limits, token, served, rankers or Rankers({})
+        self.room = Room(limits.max_waiting, "candidates")  # of all requests that rank; those of best_of from the start
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("dapo_policy_requests", "Requests answered", ["path", "code"], registry=registry)
         self.tokens = Counter("dapo_policy_tokens", "Tokens of prompts and responses", ["kind"], registry=registry)
@@ -100,7 +101,7 @@ def create_app(service: Service, weights_dir: Path | None = None, journal: Journ
     app = FastAPI(title="dapo policy server", version=VERSION, docs_url=None, redoc_url=None)
 
     app.include_router(weights.router(lambda: service.served, service.token, weights_dir))
-    app.include_router(endpoints.router(lambda: service.rankers, service.limits.max_waiting))
+    app.include_router(endpoints.router(lambda: service.rankers, service.limits.max_waiting, service.room))
     _add_models(app, service)
     if journal is not None:
         app.include_router(live.router(journal))
@@ -161,15 +162,16 @@ async def _answer(service: Service, request: Request, journal: Journal | None) -
         if journal is not None and (entry := _entry(body, reply)):
             journal.add(entry)
 
-    told, parts = await unless_gone(request, _begun(served, job, body.stream))  # so that what is refused has its status
-    if body.stream:
-        service.first.observe(time.perf_counter() - started)
-        headers = {"version": str(max(told[0][1].versions, default=0))}
-        return _Events(_events(reply, told[0], parts, count), headers, BackgroundTask(keep))
-    if chooser is None:
-        whole = reply.whole(told)
-    else:
-        whole = await unless_gone(request, choose(chooser, body, served, told, reply))
+    with service.room.taken(0 if chooser is None else body.each * len(body.given)):
+        told, parts = await unless_gone(request, _begun(served, job, body.stream))  # what is refused has its status
+        if body.stream:
+            service.first.observe(time.perf_counter() - started)
+            headers = {"version": str(max(told[0][1].versions, default=0))}
+            return _Events(_events(reply, told[0], parts, count), headers, BackgroundTask(keep))
+        if chooser is None:
+            whole = reply.whole(told)
+        else:
+            whole = await unless_gone(request, choose(chooser, body, served, told, reply))
     count()
     return JSONResponse(whole, headers={"version": str(reply.version)}, background=BackgroundTask(keep))
 

@@ -74,10 +74,16 @@ def _filled(value: Any, models: Mapping[str, str], where: str) -> Any:
 
 
 def run_phases(
-    root: Path, phases: Mapping[str, StageConfig | Config], listener: Listener, resume: bool, shutdown: Shutdown
+    root: Path,
+    phases: Mapping[str, StageConfig | Config],
+    listener: Listener,
+    resume: bool,
+    shutdown: Shutdown,
+    last_checkpoint: bool = True,
 ) -> dict[str, Any]:
     """Each phase, one after the other; ``resume``: those that are done are left as they are, and one that was stopped,
-    or has more steps now, goes on. Returns the summary of each by name; ``report.md`` in ``root`` tells of all.
+    or has more steps now, goes on. ``last_checkpoint``: whether one is written at the end of each. Returns the
+    summary of each by name; ``report.md`` in ``root`` tells of all.
     Raises ConfigError: a phase is there already, or was another one; Stopped and UserError as the phases do."""
     from dapo.orchestrator.launch import run_experiment
     from dapo.stages.run import run_stage
@@ -95,7 +101,7 @@ def run_phases(
         if name:  # the one recipe of a comparison's cell has none
             listener.phase(f"phase {name}")
         trained = name
-        again = RunOverrides(resume=folder if state == GOES_ON else None)
+        again = RunOverrides(resume=folder if state == GOES_ON else None, last_checkpoint=last_checkpoint)
         if isinstance(config, Config):
             found[name] = run_experiment(config, listener, again, shutdown)
         else:

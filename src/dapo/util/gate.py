@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -154,6 +154,29 @@ class WorkGate(Gate):
             return self._error(415, f"the body is sent as {coding[:50]}; send it as it is", {"Connection": "close"})
         larger = self.announces_more(scope, headers)
         return self._error(413, self.too_large(path), {"Connection": "close"}) if larger else None
+
+
+class Room:
+    """Counts the items that wait or are worked on; more than ``most`` are refused. ``what`` they are called."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self.most, self.what, self.waiting = most, what, 0
+
+    def check(self, count: int) -> None:
+        """Raises HTTPException: 429, there is no room for so many more."""
+        if self.waiting + count > self.most:
+            text = f"{self.waiting} {self.what} wait, and with these {count} it would be more than {self.most}"
+            raise HTTPException(429, f"{text} (--max-waiting)", {"Retry-After": "1"})
+
+    @contextlib.contextmanager
+    def taken(self, count: int) -> Iterator[None]:
+        """Have ``count`` items wait meanwhile. Raises HTTPException: 429, there is no room."""
+        self.check(count)
+        self.waiting += count
+        try:
+            yield
+        finally:
+            self.waiting -= count
 
 
 async def disconnected(request: Request) -> None:

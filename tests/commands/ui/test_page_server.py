@@ -6,12 +6,15 @@ import fcntl
 import http.client
 import json
 import os
+import pkgutil
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +27,7 @@ from typer.testing import CliRunner
 from dapo.commands import app as program
 from dapo.commands.ui.serving import PORTS, address_of, beside, token_for
 from dapo.config import ExactReward, TrainingConfig
+from dapo.config.plan import UNBOUNDED
 from dapo.errors import UserError
 from dapo.observe.changes import Change
 from dapo.observe.metrics import MetricsLog
@@ -166,6 +170,21 @@ def test_time_left_is_told_of_a_run_that_goes_on_and_the_end_of_an_earlier_part_
             assert get(f"{address}/api/evaluation?run=r")[1]["stopped"] is None
 
 
+def test_of_a_run_that_a_budget_ends_the_page_tells_the_budget(tmp_path: Path) -> None:
+    """As many steps as fit into the minutes; of tokens nobody knows."""
+    for name, budget in (("minutes", 10), ("tokens", 10**6)):
+        folder = page_run(tmp_path / name, settings={"training.steps": UNBOUNDED, f"training.{name}": budget})
+        with MetricsLog(folder.metrics) as log:
+            log.append(3, {"time/step": 3.0, "time/training": 570.0})
+    with served(tmp_path) as address, ExitStack() as stack:
+        for name in ("minutes", "tokens"):
+            lock_file(stack.enter_context((tmp_path / name / ".lock").open("w")), fcntl.LOCK_EX)
+        found = {run["name"]: run for run in get(f"{address}/api/runs")[1]}
+    assert [found[name]["planned"] for name in found] == [None, None]
+    assert (found["minutes"]["budget"], found["tokens"]["budget"]) == ("10 minutes", "1,000,000 tokens")
+    assert (found["minutes"]["left"]["steps"], found["tokens"]["left"]) == (10, None)
+
+
 def test_what_was_passed_from_python_is_said_in_place_of_the_recipe(tmp_path: Path) -> None:
     folder = page_run(tmp_path / "r")
     started_from = {"reward": {"kind": "python", "function": "my_reward"}, "data.train": {"rows": 5, "hash": "x"}}
@@ -263,6 +282,52 @@ def test_texts_that_are_gone_leave_the_numbers(tmp_path: Path) -> None:
         (folder.samples / "step-00001.safetensors").unlink()
         found = get(f"{address}/api/group?run=r&step=1&draw=10")[1]
         assert found["samples"][0]["reward"] == 1.0 and found["samples"][0]["tokens"] == {}
+
+
+@pytest.mark.parametrize(
+    ("view", "reader"),
+    [
+        ("time?run=r", "dapo.commands.ui.queries.resources"),  # a file is gone that was there just before
+        ("groups?run=r", "dapo.commands.ui.queries.groups"),
+        ("metrics?run=r&run=other", "dapo.commands.ui.runs.RunView.read"),  # the folder itself
+    ],
+)
+def test_a_run_that_is_removed_while_it_is_read_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: str, reader: str
+) -> None:
+    folder = page_run(tmp_path / "r")
+    page_run(tmp_path / "other")
+    folder.resources.write_text("{}\n")
+    read = pkgutil.resolve_name(reader)
+
+    def removed_first(*args: Any) -> Any:
+        shutil.rmtree(folder.root, ignore_errors=True)
+        if reader.endswith("groups"):
+            raise FileNotFoundError(folder.samples)
+        return read(*args)
+
+    with served(tmp_path) as address:
+        monkeypatch.setattr(reader, removed_first)
+        assert get(f"{address}/api/{view}")[:2] == (404, {"error": "there is no run 'r' here: it was just removed"})
+        assert get(f"{address}/api/{view}")[:2] == (404, {"error": "there is no run 'r' here"})
+
+
+def test_no_other_run_is_hidden_by_one_that_is_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = page_run(tmp_path / "r").root
+    page_run(tmp_path / "other")
+    read = RunView.read
+
+    def removed_first(root: Path, *how: Any) -> RunView:
+        if root == removed:
+            raise FileNotFoundError(root)
+        return read(root, *how)
+
+    with served(tmp_path) as address:
+        monkeypatch.setattr("dapo.commands.ui.runs.RunView.read", removed_first)
+        marks = get(f"{address}/api/changes?run=r&run=other")[1]["of"]
+        assert marks["r"] == {} and marks["other"]["state"] == "killed"
 
 
 def test_a_spoilt_line_is_told_and_the_other_runs_are_there(tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> I
 
 
 def facts(run: RunView) -> list[tuple[str, str]]:
-    planned = "?" if run.steps_planned is None else run.steps_planned
     checkpoints, best, engine = [*run.checkpoints], run.best, _get(run.config, "rollout", "engine")
     if run.damage:
         checkpoints[-1] += f" (damaged: {run.damage})"
@@ -61,7 +60,7 @@ def facts(run: RunView) -> list[tuple[str, str]]:
     found = {
         "run": str(run.folder.root),
         "state": run.why,
-        "steps": f"{run.steps_done} of {planned}",
+        "steps": run.progress,
         "wall time": "" if run.seconds is None else duration(run.seconds),
         "started": run.environment.get("started", ""),
         "command": " ".join(map(str, run.environment.get("command") or [])),
@@ -171,10 +170,9 @@ def runs_table(runs: Sequence[RunView], width: int | None) -> Iterator[str]:
     rows = []
     for run in runs:
         before, after = (number("eval/accuracy", value) for value in run.accuracies)
-        planned = "?" if run.steps_planned is None else run.steps_planned
         seconds = "-" if run.seconds is None else duration(run.seconds)
         name = visible(Path(run.folder.root).name)
-        rows.append([name, run.state, f"{run.steps_done}/{planned}", before, after, seconds])
+        rows.append([name, run.state, run.progress.replace(" of ", "/"), before, after, seconds])
     yield from columns(["run", "state", "steps", "accuracy before", "after", "wall time"], rows, width)
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 
 from dapo.commands.ui.models import Question
 from dapo.commands.ui.playground import PairWanted, give_out, result_of, who_votes
-from dapo.commands.ui.runs import NotHere, Run, RunAsked
+from dapo.commands.ui.runs import WHILE_THERE, NotHere, Run, RunAsked, run_named
 from dapo.commands.ui.texts import sendable
 from dapo.comparison.folder import Cell, Comparison, is_comparison
 from dapo.comparison.pages import WIN_HEADER, win_lines
@@ -20,7 +20,7 @@ from dapo.comparison.wins import answers_of
 from dapo.errors import DataError
 from dapo.evaluation.votes import Shown, read_votes
 
-router = APIRouter(prefix="/api/comparison")
+router = APIRouter(prefix="/api/comparison", dependencies=WHILE_THERE)
 
 
 def _found(run: Run) -> Path | None:
@@ -59,7 +59,7 @@ def result(run: RunAsked) -> dict[str, Any]:
 @router.post("/votes/pair")
 def next_pair(request: Request, wanted: PairWanted) -> dict[str, Any]:
     """Raises DataError: there is nothing to compare, or nothing more."""
-    root = _root(request.app.state.runs.get(wanted.run))
+    root = _root(run_named(request, wanted.run))
     if len(both := set(wanted.models)) < 2:
         raise DataError("two different recipes are needed to compare them")
     who, comparison = who_votes(wanted), Comparison.read(root)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -69,12 +70,15 @@ def time_left(entries: Sequence[Entry], steps: int | None, minutes: Any) -> dict
     into ``training.minutes`` if ``by`` says that those end first, ``pace`` (seconds of a step, evaluations included),
     ``of`` (how many steps that is from), ``seconds`` left at the end of the last step. None: no step is done yet."""
     done = [entry for entry in entries if entry.get("step")]
-    if not done or steps is None:
+    if not done:
         return None
-    left, by, last = max(steps - done[-1]["step"], 0), "steps", done[-1]
+    last = done[-1]
+    left, by = inf if steps is None else max(steps - last["step"], 0), "steps"
     if _is_number(minutes) and (seconds := last.get("time/step")) and _is_number(used := last.get("time/training")):
         fit = steps_that_fit(minutes, used, seconds)
         left, by = (fit, "minutes") if fit < left else (left, by)
+    if left == inf:
+        return None
     pace = float(np.mean([sum(_phases_of(entry)) for entry in done[-10:]]))
     return {"steps": left, "by": by, "pace": pace, "of": len(done[-10:]), "seconds": left * pace}
 

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from dapo.commands.ui.answering import Answerer, Asked, Event
 from dapo.commands.ui.models import MOST_SAMPLES, MOST_TOKENS, Question, Questions, models_of, pick_models, recipe_of
-from dapo.commands.ui.runs import Run, RunAsked
+from dapo.commands.ui.runs import WHILE_THERE, RunAsked, run_named
 from dapo.errors import DataError, UserError
 from dapo.evaluation.votes import Choice, Shown, Vote, add_vote, read_votes, tallies
 
@@ -85,7 +85,7 @@ async def _until_the_end(app: FastAPI) -> AsyncIterator[None]:
         await app.state.answerer.close()
 
 
-router = APIRouter(prefix="/api", lifespan=_until_the_end)
+router = APIRouter(prefix="/api", lifespan=_until_the_end, dependencies=WHILE_THERE)
 
 
 def add_to(app: FastAPI, answerer: Answerer) -> None:
@@ -150,15 +150,9 @@ def who_votes(request: PairWanted | VoteRequest) -> str:
     return request.who.strip() or "somebody"
 
 
-def _folder(request: Request, name: str) -> Path:
-    """Raises NotHere: there is no such run."""
-    run: Run = request.app.state.runs.get(name)
-    return run.folder.root
-
-
 def _asked(request: Request, wanted: Ask) -> Asked:
     """Raises NotHere if there is no such run, UserError if no such model or row, or nothing was typed."""
-    root = _folder(request, wanted.run)
+    root = run_named(request, wanted.run).folder.root
     models = pick_models(root, wanted.models)
     if wanted.row is not None:
         question = Questions(root)[wanted.row]
@@ -226,7 +220,7 @@ def result_of(root: Path) -> dict[str, Any]:
 def _to_compare(request: Request, wanted: PairWanted) -> tuple[Path, list[Path], Questions, list[int]]:
     """The run, folders of its models, what they can be asked, and the rows that this person has not seen answered by
     these two, in an order that is the same every time."""
-    root = _folder(request, wanted.run)
+    root = run_named(request, wanted.run).folder.root
     models, questions = pick_models(root, wanted.models), Questions(root)
     rows = random.Random("|".join(sorted(wanted.models))).sample(range(len(questions)), min(len(questions), DRAWN))
     both = set(wanted.models)

@@ -6,7 +6,8 @@ A run is looked up by name among those found, never by a path that a browser sen
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,9 +106,30 @@ class Runs:
         return run
 
 
-def _run_asked(request: Request, name: Annotated[str, Query(alias="run")]) -> Run:
+async def _while_there(request: Request) -> AsyncIterator[None]:
+    """Whatever fails because a run that is asked for was removed meanwhile is NotHere."""
+    request.state.asked = []
+    try:
+        yield
+    except Exception:
+        for run in request.state.asked:
+            if not is_run(run.folder.root):
+                raise NotHere(f"there is no run {run.name!r} here: it was just removed") from None
+        raise
+
+
+WHILE_THERE = [Depends(_while_there)]  # of all routes that ask for runs
+
+
+def run_named(request: Request, name: str) -> Run:
+    """Raises NotHere if there is none of this name."""
     found: Run = request.app.state.runs.get(name)
+    request.state.asked.append(found)
     return found
+
+
+def _run_asked(request: Request, name: Annotated[str, Query(alias="run")]) -> Run:
+    return run_named(request, name)
 
 
 RunAsked = Annotated[Run, Depends(_run_asked)]  # The run that a request names. Raises NotHere: there is none.
@@ -139,9 +161,10 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 def _found(folder: Path) -> list[Path]:
     """Run folders there; one that a link leads to is not, if it lies elsewhere."""
-    inside = [root.resolve() for root in (runs_in(folder) if folder.is_dir() else [])]
+    inside = [root.resolve() for root in runs_in(folder)]
     if is_comparison(folder):  # a cell of several phases holds a run for each
-        inside += [root.resolve() for cell in folder.iterdir() if not is_run(cell) for root in runs_in(cell)]
+        with suppress(FileNotFoundError):
+            inside += [root.resolve() for cell in folder.iterdir() if not is_run(cell) for root in runs_in(cell)]
     return [folder] if is_run(folder) else [root for root in inside if root.is_relative_to(folder)]
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 
 from dapo.commands.ui import curves, queries
 from dapo.commands.ui.queries import Whole
-from dapo.commands.ui.runs import NotHere, Points, Run, RunAsked
+from dapo.commands.ui.runs import WHILE_THERE, NotHere, Points, Run, RunAsked
 from dapo.commands.ui.texts import pieces, search, sendable, summary_of, tokenizer_of, tokens_of
 from dapo.errors import UserError
 from dapo.observe.run_view import OUTCOMES, RunView
@@ -28,7 +28,7 @@ _HACKING = (
     *("reward/mean", "response_length/mean"),
 )
 
-router = APIRouter(prefix="/api")
+router = APIRouter(prefix="/api", dependencies=WHILE_THERE)
 
 
 @router.get("/groups")

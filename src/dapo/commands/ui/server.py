@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from dapo.commands.ui import comparison, curves, playground, queries, samples
 from dapo.commands.ui.answering import Answerer
-from dapo.commands.ui.runs import Points, Refused, Run, RunAsked, Runs, stamp_of
+from dapo.commands.ui.runs import WHILE_THERE, Points, Refused, Run, RunAsked, Runs, run_named, stamp_of
 from dapo.config import Config, flat
 from dapo.config.reference import keys_in
 from dapo.errors import UserError
@@ -46,7 +46,7 @@ _SPEEDS = (*(f"tokens_per_second/{of}" for of in ("rollout", "update", "total"))
 _IDLE = ("overlap/seconds", "idle/learner", "idle/engine")
 _FINAL = ("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "entropy", "time/elapsed")
 
-router = APIRouter(prefix="/api")
+router = APIRouter(prefix="/api", dependencies=WHILE_THERE)
 
 
 def create_app(folders: Sequence[Path], token: str | None = None) -> FastAPI:
@@ -94,7 +94,7 @@ async def _told(_: Request, error: Exception) -> Response:
 def _views(
     request: Request, names: Annotated[list[str], Query(alias="run", min_length=1, max_length=50)]
 ) -> dict[str, RunView]:
-    return {name: request.app.state.runs.get(name).view for name in names}
+    return {name: run_named(request, name).view for name in names}
 
 
 Views = Annotated[dict[str, RunView], Depends(_views)]  # the runs that are asked for, by name
@@ -121,7 +121,7 @@ def _marks(run: Run) -> dict[str, Any]:
     folder = run.folder
     try:
         return {"metrics": stamp_of(folder.metrics), "samples": stamp_of(folder.samples), "state": run.view.state}
-    except UserError:
+    except (UserError, OSError):
         return {}
 
 
@@ -275,6 +275,7 @@ def _card(run: Run) -> dict[str, Any]:
             "status": view.why,
             "steps": view.steps_done,
             "planned": view.steps_planned,
+            "budget": view.budget,
             "seconds": view.seconds,
             "left": _left(run) if view.state == "running" else None,
             "before": before,

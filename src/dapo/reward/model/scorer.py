@@ -80,6 +80,9 @@ class ModelScorer(Scorer):
             return _failed("prompt and response are no tokens at all")
         return await self._batches.submit(item)
 
+    def read_back(self, prompt: str, response: str) -> str | None:
+        return self._network.text.read_back(prompt, response) if self._network else None
+
     async def close(self) -> None:
         """A batch that is being scored cannot be stopped, and is not waited for."""
         await self._batches.close()

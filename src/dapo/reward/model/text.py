@@ -66,6 +66,9 @@ class PairText:
         found = self._tokenizer(prompt, response, add_special_tokens=True, verbose=False)
         return Encoded(tuple(found["input_ids"]), tuple(found.get("token_type_ids", ())))
 
+    def read_back(self, prompt: str, response: str) -> str:
+        return str(self._tokenizer.decode(list(self.encode(prompt, response).token_ids)))
+
     def _without_control(self, text: str) -> str:
         """``text`` with a space inside of each control token."""
         for token in self._control:

@@ -89,7 +89,7 @@ function drawRuns() {
     return h("label", { class: `run ${run.state} ${here ? "chosen" : ""}`, title: `${run.path}\n${run.status}\nClick: this one alone. Box: beside the others.`, onclick: only },
       h("input", { type: "checkbox", checked: here, disabled: run.state === "unreadable", "aria-label": `show ${run.name}`, onchange: toggle }),
       h("span", { class: "name" }, run.name),
-      h("span", { class: "facts" }, run.state === "unreadable" ? "cannot be read" : `${run.state} · ${run.steps}${run.planned ? `/${run.planned}` : ""}${gain}${run.left ? ` · ${remaining(run.left)[0]} left` : ""}`));
+      h("span", { class: "facts" }, run.state === "unreadable" ? "cannot be read" : `${run.state} · ${run.steps}${run.planned ? `/${run.planned}` : run.budget ? ` in ${run.budget}` : ""}${gain}${run.left ? ` · ${remaining(run.left)[0]} left` : ""}`));
   });
   const focused = document.activeElement?.getAttribute?.("aria-label");
   fill(byId("runs"), h("h2", {}, `${state.list.length} run${state.list.length === 1 ? "" : "s"}`), rows);

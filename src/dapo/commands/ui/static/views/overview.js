@@ -67,7 +67,7 @@ export async function mount(element, api) {
     const tile = (value, name, kind = "") => h("div", { class: "tile" }, h("b", { class: kind }, value), h("span", {}, name));
     const speed = last["tokens_per_second/total"];
     fill(tiles,
-      tile(`${run.steps}${run.planned ? ` / ${run.planned}` : ""}`, `${api.runs.length > 1 ? `${run.name}: ` : ""}step, ${run.state}`),
+      tile(`${run.steps}${run.planned ? ` / ${run.planned}` : run.budget ? ` in ${run.budget}` : ""}`, `${api.runs.length > 1 ? `${run.name}: ` : ""}step, ${run.state}`),
       !ended && tile(left, `left: ${how}`),
       run.after !== null && tile(`${percent(run.before)} → ${percent(run.after)}`, "held-out accuracy, first and last"),
       tile(number(last["reward/mean"]), "mean reward"),
