@@ -197,11 +197,6 @@ def create_app(service: Service, more: Callable[[Service], Any] | None = None) -
         """What is served."""
         return service.info()
 
-    @app.get("/schema")
-    async def schema() -> dict[str, Any]:
-        """The JSON Schema of request and reply of `POST /score`."""
-        return {"request": ScoreRequest.model_json_schema(), "reply": ScoreReply.model_json_schema()}
-
     for kind in (RequestValidationError, HTTPException, RewardError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _told)
     count = service.requests.labels
@@ -268,6 +263,6 @@ async def serve(
     Raises ConfigError: the address cannot be listened on; RewardError: the reward cannot be started."""
     scorer = make_scorer(config)
     service = Service(scorer, config, limits, address.token)
-    starting, ready = f"starting the reward ({config.kind})", "POST {}/score (also /ready, /metrics, /info, /schema)"
+    starting, ready = f"starting the reward ({config.kind})", "POST {}/score (also /ready, /metrics, /info)"
     how: dict[str, Any] = {"drain_s": drain_s, "say": say, "starting": starting, "ready": ready}
     await run_service(create_app(service, more), address, service, scorer.start, scorer.close, **how)
