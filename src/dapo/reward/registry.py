@@ -6,7 +6,6 @@ attached to it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -57,8 +56,6 @@ def reward_function(
 
     Raises RewardError: the arguments do not fit, or the module has another function of this name.
     """
-    if isinstance(function, str):
-        raise RewardError(f"reward_function({function!r}): write reward_function(name={function!r})")
     if responses_per_call is not None and not batched:
         raise RewardError(
             f"reward_function: responses_per_call={responses_per_call} has no effect without batched=True"
@@ -103,11 +100,10 @@ def named(name: str) -> Callable[..., Any]:
         raise RewardError(
             f"reward {name!r}: several modules declare it ({', '.join(places)}); pass the function itself"
         )
-    near = difflib.get_close_matches(name, declared_names(), n=1)
-    known = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(declared_names()) or 'none'}"
     raise RewardError(
-        f"reward {name!r}: no function is declared under this name with @dapo.reward_function; {known} (a function in "
-        "a file or module is named in the settings: reward.kind=function, reward.function=file.py:name)"
+        f"reward {name!r}: no function is declared under this name with @dapo.reward_function; there are: "
+        f"{', '.join(declared_names()) or 'none'} (a function in a file or module is named in the settings: "
+        "reward.kind=function, reward.function=file.py:name)"
     )
 
 
