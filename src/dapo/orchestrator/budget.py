@@ -81,7 +81,6 @@ class Budget:
         return f"training.steps={2 * self.steps}"
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint."""
         names = ("seconds", "last", "samples", "last_samples", "tokens", "last_tokens")
         return {name: getattr(self, name) for name in names}
 

@@ -64,7 +64,6 @@ class KeptRun(abc.ABC):
 
     @property
     def config(self) -> Any:
-        """The settings of the run."""
         return self.setup.config
 
     async def run(self) -> dict[str, Any]:
