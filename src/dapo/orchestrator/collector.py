@@ -230,8 +230,8 @@ class Collector:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`. Raises DataError: it was taken over other data, or without the source's state."""
         rate = AcceptanceRate(state["keep_rate_kept"], state["keep_rate_finished"])
-        names = ("carried", "under_way", "rounds", "steps")
-        self._position = _Position(state["draws"], rate, *(state[name] for name in names), Counter(state["counts"]))
+        groups, counts = (state["carried"], state["under_way"]), Counter(state["counts"])
+        self._position = _Position(state["draws"], rate, *groups, state["rounds"], state["steps"], counts)
         if "source" not in state:
             raise DataError(
                 "data.source: this checkpoint lacks the source's state, which could not be kept. What would work: mend "
