@@ -80,30 +80,22 @@ def declaration(function: Callable[..., Any]) -> Declaration | None:
     return getattr(function, _MARK, None)
 
 
-def find_declared(name: str, module: str | None = None) -> Callable[..., Any] | None:
-    """The function that ``module`` (None: exactly one of all modules) declares under ``name``, or None."""
-    found = [f for (place, known), f in _declared.items() if known == name and module in (None, place)]
-    return found[0] if len(found) == 1 else None
-
-
-def declared_names(module: str | None = None) -> list[str]:
-    return sorted({name for place, name in _declared if module in (None, place)})
+def declared_in(module: str) -> dict[str, Callable[..., Any]]:
+    return {name: function for (place, name), function in _declared.items() if place == module}
 
 
 def named(name: str) -> Callable[..., Any]:
     """The declared function called ``name``. Raises RewardError: there is none, or several modules declare one."""
-    function = find_declared(name)
-    if function is not None:
-        return function
-    places = sorted(place for place, known in _declared if known == name)
-    if places:
-        raise RewardError(
-            f"reward {name!r}: several modules declare it ({', '.join(places)}); pass the function itself"
-        )
+    found = {place: function for (place, known), function in _declared.items() if known == name}
+    if len(found) == 1:
+        return found.popitem()[1]
+    if found:
+        places = ", ".join(sorted(found))
+        raise RewardError(f"reward {name!r}: several modules declare it ({places}); pass the function itself")
     raise RewardError(
         f"reward {name!r}: no function is declared under this name with @dapo.reward_function; there are: "
-        f"{', '.join(declared_names()) or 'none'} (a function in a file or module is named in the settings: "
-        "reward.kind=function, reward.function=file.py:name)"
+        f"{', '.join(sorted({one for _, one in _declared})) or 'none'} (a function in a file or module is named in the "
+        "settings: reward.kind=function, reward.function=file.py:name)"
     )
 
 

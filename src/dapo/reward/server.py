@@ -27,6 +27,7 @@ from dapo.config import RewardConfig
 from dapo.config.secrets import BLANK, redact
 from dapo.errors import RewardError
 from dapo.records import Reward
+from dapo.reward.batching import retrieve
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.protocol import (
@@ -146,8 +147,7 @@ class _Scores:
 
     def _settle(self, task: asyncio.Task[Any]) -> None:
         self._service.waiting -= 1
-        if not task.cancelled():
-            task.exception()  # taken note of, also if nobody asks for it
+        retrieve(task)
         self._finished.put_nowait(task)
 
     async def results(self, request: Request) -> AsyncIterator[Result]:
