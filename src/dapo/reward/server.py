@@ -264,5 +264,5 @@ async def serve(
     scorer = make_scorer(config)
     service = Service(scorer, config, limits, address.token)
     starting, ready = f"starting the reward ({config.kind})", "POST {}/score (also /ready, /metrics, /info)"
-    how: dict[str, Any] = {"drain_s": drain_s, "say": say, "starting": starting, "ready": ready}
-    await run_service(create_app(service, more), address, service, scorer.start, scorer.close, **how)
+    work = create_app(service, more), address, service, scorer.start, scorer.close
+    await run_service(*work, drain_s=drain_s, say=say, starting=starting, ready=ready)

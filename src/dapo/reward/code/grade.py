@@ -58,12 +58,11 @@ class Grader:
 
     def __init__(self, config: CodeReward) -> None:
         self._config = config
-        self._processes = config.max_processes
-        self._memory = config.memory_mb * 2**20
+        self._limits = config.memory_mb * 2**20, config.max_processes
         self._output = config.max_output_kb * 1024
-        limits = SandboxLimits(self._memory, self._processes, config.scratch_mb * 2**20)
+        limits = SandboxLimits(*self._limits, config.scratch_mb * 2**20)
         self.sandbox = Sandbox(limits, config.sandbox, config.packages)
-        self._evaluator = Evaluator(self._memory, self._output)
+        self._evaluator = Evaluator(limits.memory_bytes, self._output)
         self._end = 0.0
 
     def grade(self, program: str, tests: Tests, entry_point: str | None = None) -> Grade:
@@ -85,14 +84,11 @@ class Grader:
                 self._run_module(source, tests[done:], prelude, verdict)  # type: ignore[arg-type]
         return verdict
 
-    def _clock(self, program: Program) -> Clock:
-        return Clock(program, (self._memory, self._processes))
-
     def _run_module(self, source: bytes, tests: Sequence[Snippet], prelude: bool, verdict: Grade) -> None:
         """Load the program once and run at least one test, until the program ends."""
         with self.sandbox.start(source, script=False, prelude=prelude) as program:
             try:
-                status = program.load(self._config.test_timeout_s, (self._memory, self._processes))
+                status = program.load(self._config.test_timeout_s, self._limits)
             except TimeUp:
                 verdict.add("timeout", "the program's top level does not end", len(tests))
             except OverLimit as error:
@@ -109,7 +105,7 @@ class Grader:
 
     def _run_snippets(self, program: Program, tests: Sequence[Snippet], verdict: Grade) -> None:
         """Read the evaluator's reports, each within its time, while there is time for all tests."""
-        clock = self._clock(program)
+        clock = Clock(program, self._limits)
         first, text = len(verdict.outcomes), b""
         try:
             reports = self._evaluator.begin(program.channel, tests)
@@ -156,7 +152,7 @@ class Grader:
         os.set_blocking(sink.fileno(), False)
         left, output, ended = memoryview(stdin), bytearray(), False
         reading, writing = [source.fileno(), program.exit_fd], [sink.fileno()]
-        for ready in self._clock(program).ticks(self._config.test_timeout_s, reading, writing):
+        for ready in Clock(program, self._limits).ticks(self._config.test_timeout_s, reading, writing):
             if writing and writing[0] in ready:
                 try:
                     left = left[os.write(writing[0], left[:_CHUNK]) :] if left else left
