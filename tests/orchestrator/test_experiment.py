@@ -649,13 +649,6 @@ def test_what_takes_less_and_a_run_cannot_go_on_with_is_said_to_be_for_a_new_one
         check_resumable(RunFolder(tmp_path), config_for(tmp_path, changes | {less[1]: int(less[2])}))
 
 
-def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)
-    with pytest.raises(ModelError, match=r"model .*: exists but cannot be loaded"):
-        run(tmp_path / "run", {"model.path": str(tmp_path / "model")}, model=None)
-
-
 def test_a_folder_without_a_model_is_told_as_such(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     for load in (load_tokenizer, load_model):
@@ -671,33 +664,6 @@ def test_what_a_run_saved_is_what_the_next_one_starts_from(tmp_path: Path) -> No
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, r"got NoneType None; is a `return` missing\?"),
-        ("1", "got str '1'"),
-        ([1.0] * 8, "called for one response at a time"),
-        (math.nan, "finite number, got float nan"),
-        (math.inf, "finite number, got float inf"),
-        ({"score": 1}, r'needs the key "value"; its keys are \'score\''),
-    ],
-)
-@pytest.mark.parametrize("heldout", [None, PROMPTS[:2]], ids=["in training", "in evaluation"])
-def test_a_reward_of_the_wrong_kind_stops_the_run_with_its_name(
-    tmp_path: Path, value: Any, expected: str, heldout: Any
-) -> None:
-    def my_reward(response: str) -> Any:
-        return value
-
-    with pytest.raises(RewardError, match=f"my_reward.*{expected}"):
-        run(tmp_path / "run", reward=my_reward, heldout=heldout)
-
-
-def test_a_float_reward_with_a_filter_by_accuracy_is_refused_with_what_to_set(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"use algorithm.filter_groups.metric=score"):
-        run(tmp_path / "run", reward=lambda response: 0.5)
 
 
 def test_a_reward_that_raises_too_often_stops_the_run_with_its_reason(tmp_path: Path) -> None:
@@ -719,25 +685,6 @@ def test_a_reward_that_always_raises_is_refused_before_there_is_a_run(tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ("gone.py:f", "no such file"),
-        ("rewards.py:goood", "did you mean good"),
-        ("rewards.py:bad", "'bad' is a int, not a function"),
-    ],
-)
-def test_a_reward_file_that_does_not_load_stops_the_run_before_its_folder_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, expected: str
-) -> None:
-    """So that the very same command works once the file is mended."""
-    monkeypatch.chdir(tmp_path)
-    Path("rewards.py").write_text("def good(response):\n    return len(response) % 2 == 0\n\nbad = 3\n")
-    with pytest.raises(RewardError, match=expected):
-        run(tmp_path / "run", {"reward.kind": "function", "reward.function": spec}, reward=None)
-    assert not (tmp_path / "run").exists()
-
-
 def saved_model(folder: Path) -> str:
     tiny_model().save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
@@ -748,6 +695,7 @@ def saved_model(folder: Path) -> str:
     ("changes", "reward", "says"),
     [
         ({}, lambda response: "right", "expected a float, a bool, a dict"),
+        ({"reward.kind": "function", "reward.function": "gone.py:f"}, None, "no such file"),
         ({}, lambda response: 0.5, "whether a response is correct.* use algorithm.filter_groups.metric=score"),
         ({}, lambda response, answer: response == answer or -0.5, "whether an empty response is correct"),
         ({}, lambda response, solution: True, "it requires the parameter 'solution'"),
@@ -761,7 +709,18 @@ def saved_model(folder: Path) -> str:
         ({"model.lora.rank": 2, "model.lora.target_modules": ["no_such"]}, text_sum, "no_such"),
         ({"run.dir": "."}, text_sum, "run.dir: the folder . exists"),
     ],
-    ids=["contract", "float", "float-if-empty", "parameter", "check", "stop-token", "positions", "lora", "folder"],
+    ids=[
+        "contract",
+        "file",
+        "float",
+        "float-if-empty",
+        "parameter",
+        "check",
+        "stop-token",
+        "positions",
+        "lora",
+        "folder",
+    ],
 )
 def test_what_needs_no_weights_is_refused_before_they_are_loaded(
     changes: dict[str, Any], reward: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1098,13 +1057,6 @@ def test_an_interrupt_in_a_notebook_stops_the_run_in_the_other_thread(tmp_path: 
         signal.signal(signal.SIGINT, before)
     assert experiment.state.steps_done < 1000
     assert (last_checkpoint(tmp_path / "run") / "model").is_dir()
-
-
-def test_a_run_inside_of_a_running_event_loop(tmp_path: Path) -> None:
-    async def notebook() -> dict[str, Any]:
-        return run(tmp_path / "run")
-
-    assert asyncio.run(notebook())["updates"] == 2
 
 
 @pytest.mark.parametrize("in_notebook", [False, True])

@@ -148,6 +148,8 @@ def test_a_result_that_is_bad_once_is_right_the_second_time() -> None:
         ("401 Unauthorized", "token_env"),
         ("403 Forbidden", "token_env"),
         ("404 Not Found", "reward.url"),
+        ("405 Method Not Allowed", "reward.url"),
+        ("302 Found", "reward.url"),
         ("400 Bad Request", "does not take"),
         ("307 Temporary Redirect", "reward.url"),
     ],
@@ -317,6 +319,7 @@ def test_a_key_that_rows_lack_is_found_before_the_run() -> None:
     ("change", "said"),
     [
         ({"url": "127.0.0.1:8000"}, "reward.url: must be the address"),
+        ({"url": "http://a..b/v1"}, "reward.url: must be the address"),
         ({"url": "http://user:hunter2@host"}, "must hold no user and password"),
         ({"request": {"items": ["$itme"]}}, r"\$itme is no field"),
         ({"request": {"items": ["$prompt"]}}, "must send the response"),

@@ -309,13 +309,9 @@ def nested(depth):
 
 
 FAULTS = {
-    "hangs up": None,
     "500": (500, {"error": {"message": "out of luck"}}),
-    "503": (503, b"<html>busy</html>"),
-    "429": (429, {"error": "slow down"}),
     "408": (408, b""),
     "no HTTP": (200, b"", {"A header with spaces": "1"}),
-    "half a reply": (200, b'{"choices"', {"Content-Length": "1000", "Connection": "close"}),
     "not gzip": (200, b"no gzip, whatever it says", {"Content-Encoding": "gzip"}),
 }
 BAD_REPLIES = {
@@ -375,20 +371,7 @@ def test_a_fault_that_stays_is_a_failed_score_and_never_a_low_one():
     assert all(asked[fault] == 2 for fault in BAD_REPLIES) and all(asked[fault] > 2 for fault in FAULTS)
 
 
-def test_an_endpoint_that_is_slow_or_sends_a_byte_at_a_time_is_left_after_timeout_s():
-    release = threading.Event()
-
-    def slow(number, body):
-        release.wait(20)
-        return chat("Grade: 5")
-
-    with serving(slow) as server:
-        started = time.perf_counter()
-        reward = score(config(server.url, timeout_s=0.3, give_up_after_s=0.1))
-        release.set()
-        assert time.perf_counter() - started < 10
-    assert reward.error is not None and "no answer within 0.3 s" in reward.error
-
+def test_an_endpoint_that_sends_a_byte_at_a_time_is_left_after_timeout_s():
     async def drip():
         async def serve(reader, writer):
             head = await reader.readuntil(b"\r\n\r\n")
@@ -410,18 +393,6 @@ def test_an_endpoint_that_is_slow_or_sends_a_byte_at_a_time_is_left_after_timeou
 
     reward = asyncio.run(drip())
     assert reward.error is not None and "no answer within 0.3 s" in reward.error
-
-
-def test_retry_after_is_honoured():
-    times = []
-
-    def judge(number, body):
-        times.append(time.perf_counter())
-        return (429, {"error": "slow down"}, {"Retry-After": "1"}) if number == 0 else chat("Grade: 5")
-
-    with serving(judge) as server:
-        assert score(config(server.url)).error is None
-    assert times[1] - times[0] >= 0.99
 
 
 def test_pauses_grow_from_one_call_to_the_next(monkeypatch):
@@ -451,47 +422,6 @@ def test_a_question_that_is_refused_fails_alone_and_is_not_asked_again(status):
     assert good.parts == {"grade": 5.0} and len(server.questions) == 2
 
 
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        (401, "MY_KEY"),
-        (403, "MY_KEY"),
-        (404, "reward.url"),
-        (405, "reward.url"),
-        (302, "reward.url"),
-        (307, "reward.url"),
-    ],
-)
-def test_what_no_further_try_mends_ends_the_run(monkeypatch, status, said):
-    monkeypatch.setenv("MY_KEY", "secret-12345")
-    content = {"error": {"message": "no: secret-12345 is not welcome"}}
-    elsewhere = {"Location": "/v1/models"} if status < 400 else {}
-    with serving([(status, content, elsewhere)]) as server, pytest.raises(RewardError) as raised:
-        score(config(server.url, token_env="MY_KEY"))
-    text = str(raised.value)
-    assert text.startswith(f"judge some-judge at {server.url}: {status} ") and "no: *** is not welcome; " in text
-    assert "secret" not in text and len(server.questions) == 1
-
-
-def test_a_server_that_is_restarted_costs_time_and_no_grade():
-    script = [chat("Grade: 5")]
-
-    async def run():
-        with serving(script) as server:
-            port, settings = server.server_address[1], config(server.url)
-            scorer = make_scorer(settings)
-            before = await scorer.score(prompt(), "before")
-        calls = [asyncio.create_task(scorer.score(prompt(), f"during {k}")) for k in range(20)]
-        await asyncio.sleep(0.3)
-        assert not any(call.done() for call in calls)
-        with serving(script, port=port):
-            rewards = [before, *await asyncio.gather(*calls)]
-            await scorer.close()
-        return rewards
-
-    assert [r.parts for r in asyncio.run(run())] == [{"grade": 5.0}] * 21
-
-
 # key, start
 
 
@@ -513,14 +443,12 @@ def test_the_key_is_sent_and_nowhere_else(monkeypatch, tmp_path, caplog):
 @pytest.mark.parametrize(
     "reply",
     [
-        (200, b"debug: Bearer secret-12345"),
-        (200, b"x" * 70 + b" secret-12345"),  # shown up to a place inside of the key
         chat("Your key is secret-12345, is it not?"),
         chat("secret-12345" + "x" * 70),  # shown from a place inside of the key
         (400, {"error": {"message": "x" * 190 + "secret-12345"}}),
         (200, {"choices": [{"message": {"content": "secret-12345"}, "finish_reason": "stop"}]}),
     ],
-    ids=["no-json", "cut-end", "no-grade", "cut-begin", "refused", "only-the-key"],
+    ids=["no-grade", "cut-begin", "refused", "only-the-key"],
 )
 def test_a_key_that_the_endpoint_repeats_is_not_shown(monkeypatch, reply):
     monkeypatch.setenv("MY_KEY", "secret-12345")
@@ -578,12 +506,6 @@ def test_a_missing_extra_is_named(monkeypatch):
         asyncio.run(make_scorer(config("http://127.0.0.1:9/v1")).start())
 
 
-def test_an_endpoint_that_is_not_there_is_said_at_the_start():
-    said = r"^judge some-judge at http://127.0.0.1:9/v1: not ready after .*: cannot connect: Connection refused; is it"
-    with pytest.raises(RewardError, match=said):
-        asyncio.run(make_scorer(config("http://127.0.0.1:9/v1/")).start())
-
-
 def test_an_address_of_https_where_http_is_spoken_is_said_as_such():
     with serving([]) as server, pytest.raises(RewardError, match=r"cannot connect: \[SSL: .* is it the right address"):
         asyncio.run(make_scorer(config(server.url.replace("http", "https"))).start())
@@ -612,9 +534,6 @@ def test_a_server_without_a_list_of_models_will_do_and_one_that_refuses_the_key_
     ("options", "expected"),
     [
         ({"url": "127.0.0.1:8000"}, "4: reward.url: must be the address of a server, such as http://127.0.0.1:8000/v1"),
-        ({"url": "http://a..b/v1"}, "4: reward.url: must be the address of a server"),
-        ({"url": "http://user:pass@host/v1"}, "4: reward.url: must hold no user and password; .*token_env"),
-        ({"url": "http://host/v1?key=1"}, "4: reward.url: must hold no query; .*token_env"),
         ({"scale": [10, 0]}, "6: reward.scale: the lowest grade 10 must be below the highest 0"),
         ({"correct_at": 11}, "6: reward.correct_at: 11 is not on the scale; use a grade from 0 to 10, or null"),
     ],
@@ -629,17 +548,6 @@ def test_what_cannot_work_is_refused_at_parse_with_its_line(tmp_path, options, e
 
 
 # many at once, the cache
-
-
-def test_calls_at_once_are_bounded_and_each_response_gets_its_own_grade():
-    def judge(number, body):
-        time.sleep(0.01)
-        return (503, b"") if number % 7 == 0 else chat(f"Grade: {int(response_in(body)) % 11}")
-
-    with serving(judge) as server:
-        rewards = score_all(config(server.url, concurrency=5), [str(k) for k in range(60)])
-    assert [r.parts["grade"] for r in rewards] == [float(k % 11) for k in range(60)]
-    assert 1 < server.most <= 5
 
 
 def test_the_same_question_at_the_same_time_is_asked_once():

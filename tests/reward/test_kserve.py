@@ -116,13 +116,6 @@ def test_tensors_that_are_no_rewards_are_failed_scores(reply: Any, cause: str) -
     assert all(reward.correct is None and cause in (reward.error or "") for reward in rewards), rewards
 
 
-def test_errors_of_a_model_are_asked_again() -> None:
-    errors = [Response(b'{"error": "out of memory"}', 500), Response(b'{"error": "queue is full"}', 503)]
-    with serving(v2_endpoint(lambda columns: errors.pop() if errors else as_lengths(columns))) as url:
-        assert [reward.value for reward in score_all(url, ["abc"])] == [3.0]
-    assert errors == []
-
-
 def test_of_a_traceback_the_last_line_is_told() -> None:
     said = Response(b"Traceback (most recent call last):\n" + b"  File x\n" * 100 + b"RuntimeError: no memory\n", 500)
     with serving(v2_endpoint(lambda columns: said)) as url:
@@ -136,12 +129,6 @@ def test_a_wrong_name_is_a_message() -> None:
             score_all(url, ["abc"])
         with pytest.raises(RewardError, match=rf"{url}.*'other'.*404"):
             score_all(url, ["abc"], model="other")
-
-
-def test_nobody_there_is_a_message() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(RewardError, match=f"{url}, model 'scorer': not ready after 0.3 s: cannot connect"):
-        score_all(url, ["abc"], give_up_after_s=0.3)
 
 
 # the real thing

@@ -55,9 +55,11 @@ class Beside:
     def heard(self, groups: Sequence[Group]) -> None:
         """What became of prompts: those whose source wants to know are told to it."""
         for side in self._sides:
-            mine = [group for group in groups if group.prompt.row >= self._first and _of(group) == side.kind]
-            if mine and hasattr(side, "heard"):
+            if hasattr(side, "heard") and (mine := [group for group in groups if self._is_from(side, group.prompt)]):
                 side.heard(mine)
+
+    def _is_from(self, side: Side, prompt: Prompt) -> bool:
+        return prompt.row >= self._first and prompt.meta.get("source") == side.kind
 
     def metrics(self) -> dict[str, float]:
         return {name: value for side in self._sides for name, value in side.metrics().items()}
@@ -70,7 +72,3 @@ class Beside:
         for side in self._sides:
             if side.kind in state:
                 side.load_state(state[side.kind])
-
-
-def _of(group: Group) -> Any:
-    return group.prompt.meta.get("source")

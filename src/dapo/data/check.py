@@ -118,8 +118,6 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """All that was found."""
-
     train: list[FileReport]
     evaluation: list[FileReport]
     between: list[Shared]

@@ -12,8 +12,9 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -38,7 +39,7 @@ _INDEX, _CONTENT = "index.bin", "content"
 
 
 class TextTable(Table):
-    def __init__(self, name: str, content: _Memory | _OnDisk, index: _Memory | _OnDisk, facts: dict[str, Any]) -> None:
+    def __init__(self, name: str, content: _Bytes, index: _Bytes, facts: dict[str, Any]) -> None:
         """``index``: 16 bytes for each row. ``facts``: ``rows``, ``sha256`` and ``array``."""
         super().__init__(name, int(facts["rows"]), str(facts["sha256"]))
         self._bytes, self._index, self._array = content, index, bool(facts["array"])
@@ -117,21 +118,21 @@ def _open(path: Path, name: str) -> TextTable:
         data += chunk
         if len(data) > 8 * _SMALL:  # it only looked small
             return _from_cache(path, name, compressed)
-    content = _Memory(bytes(data))
+    content = _Bytes(bytes(data))
     array = _is_array(path, content)
     index = b"".join(_index(content, array))
     digest = file_hash(path) if compressed else hashlib.sha256(data).hexdigest()
-    return TextTable(name, content, _Memory(index), _facts(len(index), digest, array))
+    return TextTable(name, content, _Bytes(index), _facts(len(index), digest, array))
 
 
 def _from_cache(path: Path, name: str, compressed: bool) -> TextTable:
-    original = _OnDisk(path)
+    original = _Bytes(path)
 
     def build(folder: Path) -> dict[str, Any]:
         content = original
         if compressed:
             write_with_room(folder / _CONTENT, _chunks_of(path))
-            content = _OnDisk(folder / _CONTENT)
+            content = _Bytes(folder / _CONTENT)
         array = _is_array(path, content)
         write_with_room(folder / _INDEX, _index(content, array))
         digest = file_hash(path)
@@ -145,8 +146,8 @@ def _from_cache(path: Path, name: str, compressed: bool) -> TextTable:
             f"{name}: no room to keep its index{' and its decompressed text' if compressed else ''}: "
             f"{error.strerror or error}; set DAPO_CACHE to a folder with more room"
         ) from None
-    content = _OnDisk(folder / _CONTENT) if compressed else original
-    return TextTable(name, content, _OnDisk(folder / _INDEX), facts)
+    content = _Bytes(folder / _CONTENT) if compressed else original
+    return TextTable(name, content, _Bytes(folder / _INDEX), facts)
 
 
 def _facts(index_bytes: int, sha256: str, array: bool) -> dict[str, Any]:
@@ -164,24 +165,11 @@ class _Damaged(Exception):
     pass
 
 
-class _Memory:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+class _Bytes:
+    """Of a file on the disk, which must not change meanwhile, or in memory."""
 
-    def read(self, offset: int, size: int) -> bytes:
-        return self._data[offset : offset + size]
-
-    def line(self, offset: int) -> bytes:
-        end = self._data.find(b"\n", offset)
-        return self._data[offset : end if end >= 0 else None]
-
-    def chunks(self) -> Iterator[bytes]:
-        yield self._data
-
-
-class _OnDisk:
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
+    def __init__(self, source: Path | bytes) -> None:
+        self._file: BinaryIO = BytesIO(source) if isinstance(source, bytes) else source.open("rb")
         self._stat = self._now()
 
     def read(self, offset: int, size: int) -> bytes:
@@ -203,7 +191,9 @@ class _OnDisk:
         if self._now() != self._stat:
             raise _Changed
 
-    def _now(self) -> tuple[int, int]:
+    def _now(self) -> tuple[int, int] | None:
+        if isinstance(self._file, BytesIO):
+            return None
         found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
 
@@ -252,7 +242,7 @@ _OPENERS = {".gz": lambda source: _plain_chunks(gzip.GzipFile(fileobj=source, mo
 # --- where rows begin ---------------------------------------------------------------------------------------------
 
 
-def _index(content: _Memory | _OnDisk, array: bool) -> Iterator[bytes]:
+def _index(content: _Bytes, array: bool) -> Iterator[bytes]:
     return _index_array(b"".join(content.chunks())) if array else _index_lines(content.chunks())
 
 
@@ -293,7 +283,7 @@ class _BrokenArray(Exception):
     pass
 
 
-def _is_array(path: Path, content: _Memory | _OnDisk) -> bool:
+def _is_array(path: Path, content: _Bytes) -> bool:
     """Only files named .json can be arrays: in .jsonl a line that begins with a bracket is a row that is wrong."""
     inner = path.with_suffix("") if path.suffix in _OPENERS else path
     return inner.suffix == ".json" and content.read(0, 4096).removeprefix(_BOM).lstrip()[:1] == b"["

@@ -140,7 +140,6 @@ class BatchBuilder:
             self.kl.update(kl, len(np.unique(batch.sample_numbers)))
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint has to keep."""
         return self.kl.state()
 
     def load_state(self, state: Mapping[str, float]) -> None:

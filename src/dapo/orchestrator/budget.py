@@ -91,12 +91,11 @@ class Budget:
         return f"training.steps={2 * self.steps}"
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint."""
         names = ("seconds", "last", "samples", "last_samples", "tokens", "last_tokens")
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, steps: int, state: Mapping[str, float]) -> None:
-        """Go on after ``steps`` from :meth:`state`, perhaps of a version that counted less."""
+        """Go on after ``steps`` from :meth:`state`."""
         self.steps = steps
         for name in self.state():
-            setattr(self, name, state.get(name, 0))
+            setattr(self, name, state[name])

@@ -85,7 +85,6 @@ class DynamicSampling:
     # -- drawing -------------------------------------------------------------------------------------------------------
 
     def add(self, draw: PendingGroup) -> PendingGroup:
-        """Another draw."""
         self._draws.append(draw)
         self._count(draw)
         return draw
@@ -209,7 +208,6 @@ class DynamicSampling:
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def finish(self, draw: PendingGroup) -> None:
-        """All samples of ``draw`` are scored."""
         group = Group(draw.number, draw.prompt, tuple(draw.scored[i] for i in sorted(draw.scored)))
         verdict = self._judge(group)
         self._count(draw, -1)

@@ -66,7 +66,6 @@ class GroupSampler:
         self._spawn(self._read(draws))
 
     async def stop(self) -> None:
-        """Stop all that is in flight."""
         running = list(self._running)
         for task in running:
             task.cancel()

@@ -29,6 +29,7 @@ from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.checkpointer import Checkpointer
 from dapo.orchestrator.resume import how_to_resume
 from dapo.orchestrator.run_state import Plan, RunState
+from dapo.orchestrator.runtime.placed import Wait
 from dapo.util.asynchronous import in_thread
 from dapo.util.differences import Difference
 from dapo.util.files import write_json, writing
@@ -64,7 +65,6 @@ class KeptRun(abc.ABC):
 
     @property
     def config(self) -> Any:
-        """The settings of the run."""
         return self.setup.config
 
     async def run(self) -> dict[str, Any]:
@@ -90,6 +90,14 @@ class KeptRun(abc.ABC):
         await self._closing.aclose()
 
     # -- what each kind has ----------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    async def check(self) -> None:
+        """Look at what there is before anything heavy is loaded. Raises UserError: something cannot be used."""
+
+    @abc.abstractmethod
+    def load(self, wait: Wait, /) -> None:
+        """Load the model. Raises UserError: it cannot be loaded or trained."""
 
     @abc.abstractmethod
     def _place(self) -> Checkpointer:

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import Any
 
 from dapo.config import Config
 from dapo.observe.progress import Listener
 from dapo.orchestrator.experiment import Experiment
 from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.kept_run import KeptRun
 from dapo.util.asynchronous import event_loop
 from dapo.util.shutdown import Shutdown, Stopped, awake_for_signals
-
-
-class Runnable(Protocol):
-    """A run, or a stage: look before anything heavy is loaded, load it, do all of it for the summary, and close."""
-
-    shutdown: Shutdown
-
-    @property
-    def config(self) -> Any: ...
-    async def check(self) -> None: ...
-    def load(self, run: Callable[[Coroutine[Any, Any, Any]], Any], /) -> None: ...
-    async def run(self) -> dict[str, Any]: ...
-    async def close(self) -> None: ...
 
 
 def run_experiment(
@@ -42,7 +30,7 @@ def run_experiment(
     return run_to_end(Experiment(config, listener, inputs or RunOverrides()), shutdown)
 
 
-def run_to_end(experiment: Runnable, shutdown: Shutdown | None = None) -> dict[str, Any]:
+def run_to_end(experiment: KeptRun, shutdown: Shutdown | None = None) -> dict[str, Any]:
     """Run an experiment from code that is not asynchronous, inside of a notebook's event loop too.
 
     Arguments and errors as for :func:`run_experiment`.
@@ -92,7 +80,7 @@ def run_to_end(experiment: Runnable, shutdown: Shutdown | None = None) -> dict[s
         return dict(run(guarded(experiment.run(), last=True)))
 
 
-async def _close_after(experiment: Runnable, error: BaseException) -> None:
+async def _close_after(experiment: KeptRun, error: BaseException) -> None:
     try:
         await experiment.close()
     except Exception as fault:  # must not hide what went wrong first

@@ -83,7 +83,6 @@ class PendingGroup:
 
     @property
     def tokens(self) -> int:
-        """Response tokens that came."""
         return sum(s.length for s in self.received.values())
 
     def under_way(self) -> Group:
@@ -91,7 +90,6 @@ class PendingGroup:
         return Group(self.number, self.prompt, tuple(self.scored.get(i, s) for i, s in sorted(self.received.items())))
 
     def finish(self, group: Group, verdict: GroupVerdict) -> None:
-        """All of its samples are scored."""
         self.group, self.verdict = group, verdict
         self.oldest = group.oldest_version if any(s.length for s in group.samples) else None
 

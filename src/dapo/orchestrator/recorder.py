@@ -36,8 +36,6 @@ from dapo.util.spans import Span
 
 @dataclass
 class Recorder:
-    """Writes down and tells what comes of a run."""
-
     config: Config
     folder: RunFolder
     metrics: MetricsLog

@@ -28,8 +28,6 @@ from dapo.rollout.engine import Engine, in_flight_policy
 
 @dataclass(frozen=True)
 class Roles:
-    """Who does the work of a run, once its model is loaded."""
-
     placed: Placed
     builder: BatchBuilder
     collector: Collector
@@ -38,20 +36,16 @@ class Roles:
 
     @property
     def learner(self) -> Learner:
-        """Trains the policy."""
         return self.placed.learner
 
     @property
     def engine(self) -> Engine:
-        """Samples from it."""
         return self.placed.engine
 
     async def push(self, engine: Engine) -> None:
-        """Give ``engine`` the learner's weights."""
         await self.placed.sync.push(self.learner, engine)
 
     def use(self, config: Config) -> None:
-        """Train with the settings of ``config`` from now on."""
         self.learner.use(config)
         self.builder.use(config)
 

@@ -16,8 +16,6 @@ from dapo.util.spans import Spans
 
 @dataclass
 class RunState:
-    """Where a run stands."""
-
     budget: Budget
     """What has been used of steps, minutes, samples and tokens."""
     step: StepState | None = None
@@ -62,7 +60,6 @@ class RunState:
         self.budget, self.step = after, None
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {
             "steps_done": self.steps_done,
             "budget": self.budget.state(),
@@ -74,17 +71,12 @@ class RunState:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`."""
-        self.budget.load_state(int(state["steps_done"]), state.get("budget", {}))
-        step, laps = state["step"], state.get("laps", {})
-        if step and "fill" in step:  # of a version that kept what the step had taken with it
-            laps = step["seconds"]
-            step = {"rollout": step["fill"]}
-        self.step = StepState(**step) if step else None
+        self.budget.load_state(int(state["steps_done"]), state["budget"])
+        self.step = StepState(**state["step"]) if state["step"] else None
         self.spans.cut()
-        self.spans.add(laps, state.get("spans", ()))
+        self.spans.add(state["laps"], state["spans"])
         self.scores = state["scores"]
-        self.seconds.add({"rest" if role == "rl" else role: taken for role, taken in state["seconds"].items()})
+        self.seconds.add(state["seconds"])
 
 
 @dataclass(frozen=True)

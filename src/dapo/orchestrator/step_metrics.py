@@ -72,7 +72,6 @@ def step_metrics(
 
 
 def step_warnings(rollout: RolloutBatch, reports: Sequence[UpdateReport]) -> Iterator[str]:
-    """What a person should know of a step."""
     if not rollout.groups:
         stats = rollout.stats
         yield (

@@ -26,8 +26,6 @@ from dapo.util.spans import Span
 
 @dataclass(slots=False)
 class StepState:
-    """What has been done of a rollout step."""
-
     rollout: RolloutBatch
     groups: Sequence[Group] = ()
     """Those of ``rollout`` with shaped rewards and advantages, once there is a batch."""
@@ -54,7 +52,6 @@ class StepState:
         return found | critic_metrics(self.batch)
 
     def warnings(self) -> Iterator[str]:
-        """What a person should know of it."""
         return step_warnings(self.rollout, self.reports)
 
     def write_samples(

@@ -181,25 +181,24 @@ async def check_cases(
 ) -> list[Checked]:
     """Score every case. ``tolerance``: how far, absolutely or relative to it, a reward may be from an expected number.
     Raises RewardError: the reward cannot be loaded or reached, or breaks its contract; names the case."""
+    if not cases:
+        return []
     numbers = count(1)
 
     def one_more() -> None:
         advance(next(numbers))
 
-    programs = [case for case in cases if case.is_program]
     others = [case for case in cases if not case.is_program]
-    checked: list[Checked] = []
-    if programs and isinstance(config, CodeReward):
-        checked += await _grade_each(programs, config, one_more)
-    if others:
-        async with running(make_scorer(config)) as scorer:
-            items = [(case.place, case.prompt, case.response, case.finish_reason) for case in others]
-            rewards = await score_each(scorer, items, one_more)
-            compared = [_compared(case, reward, tolerance) for case, reward in zip(others, rewards, strict=True)]
-            places = [k for k, one in enumerate(compared) if not one.agrees]
-            doubts = await scorer.examine([compared[k].case.prompt for k in places]) if places else ()
-            found = {places[doubt.position]: doubt.text for doubt in doubts}
-            checked += [replace(one, doubt=found.get(k)) for k, one in enumerate(compared)]
+    async with running(make_scorer(config)) as scorer:
+        graded = [_graded(case, scorer, one_more) for case in cases if case.is_program]
+        checked = await asyncio.gather(*graded)
+        items = [(case.place, case.prompt, case.response, case.finish_reason) for case in others]
+        rewards = await score_each(scorer, items, one_more)
+        compared = [_compared(case, reward, tolerance) for case, reward in zip(others, rewards, strict=True)]
+        places = [k for k, one in enumerate(compared) if not one.agrees]
+        doubts = await scorer.examine([compared[k].case.prompt for k in places]) if places else ()
+        found = {places[doubt.position]: doubt.text for doubt in doubts}
+        checked += [replace(one, doubt=found.get(k)) for k, one in enumerate(compared)]
     return sorted(checked, key=lambda one: one.case.prompt.row)
 
 
@@ -246,15 +245,8 @@ async def score_each(
     return [rewards[number] for number in range(len(items))]
 
 
-async def _grade_each(programs: Sequence[Case], config: CodeReward, advance: Callable[[], None]) -> list[Checked]:
-    """Run programs as they are against their tests. Raises RewardError: the sandbox is missing."""
-    from dapo.reward.code.scorer import CodeScorer
-
-    async with running(CodeScorer(config.model_copy(update={"parts": []}))) as scorer:
-
-        async def grade(case: Case) -> Checked:
-            outcome, detail = await scorer.grade(case.response, case.prompt.meta)
-            advance()
-            return Checked(case, None, outcome in case.accepted, outcome, detail)
-
-        return await asyncio.gather(*map(grade, programs))
+async def _graded(case: Case, scorer: Any, advance: Callable[[], None]) -> Checked:
+    """A program as it is against its tests. ``scorer``: of kind ``code``, as :func:`read_cases` sees to."""
+    outcome, detail = await scorer.grade(case.response, case.prompt.meta)
+    advance()
+    return Checked(case, None, outcome in case.accepted, outcome, detail)

@@ -15,6 +15,7 @@ from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.convert import LARGEST
+from dapo.util.asynchronous import task_group
 
 _LATEST = 256  # scores of a part that its error rate is computed over
 _ENOUGH = 20  # scores from which on the error rate counts
@@ -98,15 +99,9 @@ class ComposedScorer(Scorer):
 
     async def _outcomes(self, ask: _Ask) -> dict[str, Outcome]:
         tasks: dict[str, asyncio.Task[Outcome]] = {}
-        failure: BaseException | None = None
-        try:
-            async with asyncio.TaskGroup() as group:
-                for name in self._in_order:
-                    tasks[name] = group.create_task(self._part(name, tasks, ask))
-        except BaseExceptionGroup as found:
-            failure = found.exceptions[0]  # the others followed from it, or came at the same time
-        if failure is not None:  # raised out here, so that the group is not shown as its context
-            raise failure
+        async with task_group() as group:
+            for name in self._in_order:
+                tasks[name] = group.create_task(self._part(name, tasks, ask))
         return {name: tasks[name].result() for name in self._config.parts}
 
     async def _part(self, name: str, others: Mapping[str, asyncio.Task[Outcome]], ask: _Ask) -> Outcome:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dapo.errors import RewardError
 from dapo.reward.convert import reward_to_json, to_reward, to_rewards
-from dapo.reward.registry import declaration, declared_names, find_declared
+from dapo.reward.registry import declaration, declared_in
 from dapo.util.user_code import describe, load_named
 from dapo.util.verdict import Reward
 
@@ -29,11 +29,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     ``spec``: ``package.module:name`` or ``path/file.py:name`` (the name of a function there, or the one it is declared
     under); a relative path starts in the working folder.
     Raises RewardError: the file or module is missing, fails while being imported, or holds no such function."""
-
-    def declared(module: str) -> dict[str, Any]:
-        return {name: find_declared(name, module) for name in declared_names(module)}
-
-    return load_named(spec, "reward function", RewardError, declared)  # type: ignore[no-any-return]
+    return load_named(spec, "reward function", RewardError, declared_in)  # type: ignore[no-any-return]
 
 
 class BoundFunction:

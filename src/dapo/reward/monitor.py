@@ -22,6 +22,7 @@ from dapo.config import MonitorConfig
 from dapo.errors import RewardError
 from dapo.records import Group, Reward, Sample
 from dapo.reward.contract import Scorer
+from dapo.util.asynchronous import task_group
 
 SIGNS = ("false right", "divergence", "length")
 _LENGTH_MOVED = 1.2  # factor by which the mean length must have changed for the length alarm
@@ -144,15 +145,12 @@ class Monitor:
             async with room:
                 return sample, await check.score(group.prompt, sample.text, sample.finish_reason)
 
-        tasks = [asyncio.create_task(score(*pair)) for pair in chosen]
-        try:
-            found = list(await asyncio.gather(*tasks))
-            keys = [(group.draw, sample.index) for group, sample in chosen]
-            self.verdicts = {key: check for key, (_, check) in zip(keys, found, strict=True)}
-            return found
-        finally:
-            for task in tasks:  # if one raised
-                task.cancel()
+        async with task_group() as running:
+            tasks = [running.create_task(score(*pair)) for pair in chosen]
+        found = [task.result() for task in tasks]
+        keys = [(group.draw, sample.index) for group, sample in chosen]
+        self.verdicts = {key: check for key, (_, check) in zip(keys, found, strict=True)}
+        return found
 
     def _is_chosen(self, group: Group, sample: Sample) -> bool:
         """At random, but the same ones if the step is run again."""

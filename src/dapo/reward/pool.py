@@ -251,7 +251,6 @@ class _Worker:
         return 0.0
 
     async def exchange(self, message: bytes) -> dict[str, Any]:
-        """Send one message and wait for its reply."""
         self._exchanges += 1
         try:
             self._stdin.write(message)
@@ -273,7 +272,6 @@ class _Worker:
         return "closed its pipes"
 
     def kill(self) -> None:
-        """End the process and everything it started."""
         if self.process.returncode is None:
             _kill_descendants(self.process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -6,7 +6,6 @@ attached to it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -57,8 +56,6 @@ def reward_function(
 
     Raises RewardError: the arguments do not fit, or the module has another function of this name.
     """
-    if isinstance(function, str):
-        raise RewardError(f"reward_function({function!r}): write reward_function(name={function!r})")
     if responses_per_call is not None and not batched:
         raise RewardError(
             f"reward_function: responses_per_call={responses_per_call} has no effect without batched=True"
@@ -83,31 +80,22 @@ def declaration(function: Callable[..., Any]) -> Declaration | None:
     return getattr(function, _MARK, None)
 
 
-def find_declared(name: str, module: str | None = None) -> Callable[..., Any] | None:
-    """The function that ``module`` (None: exactly one of all modules) declares under ``name``, or None."""
-    found = [f for (place, known), f in _declared.items() if known == name and module in (None, place)]
-    return found[0] if len(found) == 1 else None
-
-
-def declared_names(module: str | None = None) -> list[str]:
-    return sorted({name for place, name in _declared if module in (None, place)})
+def declared_in(module: str) -> dict[str, Callable[..., Any]]:
+    return {name: function for (place, name), function in _declared.items() if place == module}
 
 
 def named(name: str) -> Callable[..., Any]:
     """The declared function called ``name``. Raises RewardError: there is none, or several modules declare one."""
-    function = find_declared(name)
-    if function is not None:
-        return function
-    places = sorted(place for place, known in _declared if known == name)
-    if places:
-        raise RewardError(
-            f"reward {name!r}: several modules declare it ({', '.join(places)}); pass the function itself"
-        )
-    near = difflib.get_close_matches(name, declared_names(), n=1)
-    known = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(declared_names()) or 'none'}"
+    found = {place: function for (place, known), function in _declared.items() if known == name}
+    if len(found) == 1:
+        return found.popitem()[1]
+    if found:
+        places = ", ".join(sorted(found))
+        raise RewardError(f"reward {name!r}: several modules declare it ({places}); pass the function itself")
     raise RewardError(
-        f"reward {name!r}: no function is declared under this name with @dapo.reward_function; {known} (a function in "
-        "a file or module is named in the settings: reward.kind=function, reward.function=file.py:name)"
+        f"reward {name!r}: no function is declared under this name with @dapo.reward_function; there are: "
+        f"{', '.join(sorted({one for _, one in _declared})) or 'none'} (a function in a file or module is named in the "
+        "settings: reward.kind=function, reward.function=file.py:name)"
     )
 
 

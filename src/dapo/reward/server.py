@@ -27,6 +27,7 @@ from dapo.config import RewardConfig
 from dapo.config.secrets import BLANK, redact
 from dapo.errors import RewardError
 from dapo.records import Reward
+from dapo.reward.batching import retrieve
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.protocol import (
@@ -136,8 +137,7 @@ class _Scores:
 
     def _settle(self, task: asyncio.Task[Any]) -> None:
         self._service.room.waiting -= 1
-        if not task.cancelled():
-            task.exception()  # taken note of, also if nobody asks for it
+        retrieve(task)
         self._finished.put_nowait(task)
 
     async def results(self, request: Request) -> AsyncIterator[Result]:
@@ -186,11 +186,6 @@ def create_app(service: Service, more: Callable[[Service], Any] | None = None) -
     async def info() -> dict[str, Any]:
         """What is served."""
         return service.info()
-
-    @app.get("/schema")
-    async def schema() -> dict[str, Any]:
-        """The JSON Schema of request and reply of `POST /score`."""
-        return {"request": ScoreRequest.model_json_schema(), "reply": ScoreReply.model_json_schema()}
 
     for kind in (RequestValidationError, HTTPException, RewardError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _told)
@@ -258,6 +253,6 @@ async def serve(
     Raises ConfigError: the address cannot be listened on; RewardError: the reward cannot be started."""
     scorer = make_scorer(config)
     service = Service(scorer, config, limits, address.token)
-    starting, ready = f"starting the reward ({config.kind})", "POST {}/score (also /ready, /metrics, /info, /schema)"
-    how: dict[str, Any] = {"drain_s": drain_s, "say": say, "starting": starting, "ready": ready}
-    await run_service(create_app(service, more), address, service, scorer.start, scorer.close, **how)
+    starting, ready = f"starting the reward ({config.kind})", "POST {}/score (also /ready, /metrics, /info)"
+    work = create_app(service, more), address, service, scorer.start, scorer.close
+    await run_service(*work, drain_s=drain_s, say=say, starting=starting, ready=ready)

@@ -11,7 +11,7 @@ import pytest
 from dapo.config import MathReward
 from dapo.records import Prompt, Reward
 from dapo.reward.math.equivalence import equivalent, readable
-from dapo.reward.math.score import _bounded, score_math
+from dapo.reward.math.score import _in_time, score_math
 from dapo.reward.math.scorer import MathScorer
 
 EXPENSIVE = [
@@ -106,7 +106,7 @@ def test_workers_get_over_all_expensive_answers():
 @pytest.mark.parametrize("number", range(len(EXPENSIVE)))
 def test_expensive_answers_are_wrong_in_time(number, gold):  # failures.md 46
     started = spent()
-    assert not _bounded(equivalent, gold, EXPENSIVE[number])
+    assert not _in_time(equivalent, gold, EXPENSIVE[number])
     assert spent() - started < 2
 
 
@@ -114,8 +114,8 @@ def test_expensive_answers_are_wrong_in_time(number, gold):  # failures.md 46
 @pytest.mark.parametrize("number", range(len(EXPENSIVE)))
 def test_expensive_references_are_bounded_too(number):
     started = spent()
-    _bounded(readable, EXPENSIVE[number])
-    assert not _bounded(equivalent, EXPENSIVE[number], "17")
+    _in_time(readable, EXPENSIVE[number])
+    assert not _in_time(equivalent, EXPENSIVE[number], "17")
     assert spent() - started < 4
 
 
@@ -125,8 +125,8 @@ def test_code_in_an_answer_is_never_run(tmp_path):  # failures.md 45
         code = template.format(canary=canary)
         assert not score_math(boxed(code), "17", ["boxed"]).correct, code
         assert not score_math(f"Answer: {code}", "17", ["answer_line"]).correct, code
-        assert not _bounded(equivalent, code, "17")
-        _bounded(readable, code)
+        assert not _in_time(equivalent, code, "17")
+        _in_time(readable, code)
     assert list(tmp_path.iterdir()) == [] and not Path("touch").exists()
 
 

@@ -16,7 +16,7 @@ from latex_reader import same_value
 from rewrites import sample
 
 from dapo.reward.math.equivalence import equivalent, readable
-from dapo.reward.math.score import _bounded, score_math
+from dapo.reward.math.score import _in_time, score_math
 
 FOLDER = Path(__file__).parents[4] / "shared" / "data" / "math" / "train"
 RULES = ["boxed", "answer_line"]
@@ -57,7 +57,7 @@ def test_math_solutions_agree_with_their_own_answer():
 
 def test_all_references_of_math_can_be_read():
     golds = sorted({row["answer"] for row in rows("math")})
-    assert [gold for gold in golds if not _bounded(readable, gold)] == []
+    assert [gold for gold in golds if not _in_time(readable, gold)] == []
 
 
 def shuffled_pairs(count):
@@ -83,7 +83,7 @@ def bare(text):
 def check_shuffled(count):
     disagree = []
     for gold, answer in shuffled_pairs(count):
-        correct = _bounded(equivalent, gold, answer)
+        correct = _in_time(equivalent, gold, answer)
         if correct != independently_equal(gold, answer):
             disagree.append((gold, answer, correct))
     assert disagree == []
@@ -104,8 +104,8 @@ def check_rewrites(count):
     assert len(cases) == count
     for gold, rewrites, misses in cases:
         assert len(rewrites) == len(misses) == 5
-        wrong += [f"missed: {gold} | {answer}" for answer in rewrites if not _bounded(equivalent, gold, answer)]
-        wrong += [f"fooled: {gold} | {answer}" for answer in misses if _bounded(equivalent, gold, answer)]
+        wrong += [f"missed: {gold} | {answer}" for answer in rewrites if not _in_time(equivalent, gold, answer)]
+        wrong += [f"fooled: {gold} | {answer}" for answer in misses if _in_time(equivalent, gold, answer)]
     assert wrong == []
 
 

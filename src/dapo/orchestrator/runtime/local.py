@@ -14,11 +14,19 @@ from dapo.orchestrator.build import Setup
 from dapo.orchestrator.inputs import evaluation_engine, make_engine
 from dapo.orchestrator.mfu import CardLimits
 from dapo.orchestrator.runtime.placed import Placed
-from dapo.orchestrator.sync import CopySync
+from dapo.rollout.engine import Engine, hand_over
 from dapo.training.critic import make_critic
 from dapo.training.learner import LocalLearner
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.trainer import Trainer
+
+
+class CopySync:
+    """In one process: the engine copies the learner's tensors into its own."""
+
+    async def push(self, learner: LocalLearner, engine: Engine) -> None:
+        """Hand over the weights. After a cancellation the same version is handed over again."""
+        await hand_over(engine, *learner.publish())
 
 
 def place_here(setup: Setup, kl: AdaptiveKL, out_of_time: Callable[[], bool]) -> Placed:

@@ -10,35 +10,21 @@ from typing import Any
 
 import aiohttp
 
-from dapo.config.reward import HttpReward, RemoteReward, ServerReward, fields_of
+from dapo.config.reward import HttpReward, ServerReward, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client.mapping import fill, to_json, to_verdict, to_verdicts, unfillable
-from dapo.reward.client.scorer import Call, RemoteScorer
+from dapo.reward.client.scorer import LARGEST_REPLY, Call, RemoteScorer
 from dapo.reward.contract import Doubt
-from dapo.util.http.connections import HttpConnections, checked, whole
+from dapo.util.http.connections import whole
 from dapo.util.http.faults import BadReply, Refusal, from_json, one_line
 from dapo.util.http.mapping import pick
 
-LARGEST_REPLY = 64 * 2**20
 _ROWS_AT_ONCE = 64
 _NOT_THERE = (401, 403, 502, 503, 504)  # statuses of a server that is not ready, or does not let us in
 
 
-class JsonScorer(RemoteScorer):
-    def __init__(self, config: RemoteReward) -> None:
-        super().__init__(config)
-        self._connections = HttpConnections(self._token, config.concurrency)
-        self._send = self._connections.send
-
-    async def _close_connections(self) -> None:
-        await self._connections.close()
-
-    async def _checked(self, reply: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
-        return await checked(reply, self._name, "reward", RewardError)
-
-
-class ServerScorer(JsonScorer):
+class ServerScorer(RemoteScorer):
     """Asks a ``dapo reward-server``."""
 
     def __init__(self, config: ServerReward) -> None:
@@ -103,7 +89,7 @@ class ServerScorer(JsonScorer):
         raise BadReply("a line of the reply is no result")
 
 
-class HttpScorer(JsonScorer):
+class HttpScorer(RemoteScorer):
     """Asks a service of the user's own, with the mapping in the recipe."""
 
     def __init__(self, config: HttpReward) -> None:

@@ -13,16 +13,15 @@ from urllib.parse import quote
 from dapo.config import KServeReward
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client.http import LARGEST_REPLY, JsonScorer
 from dapo.reward.client.mapping import fill, to_json, to_verdict, unfillable
-from dapo.reward.client.scorer import Call
+from dapo.reward.client.scorer import LARGEST_REPLY, Call, RemoteScorer
 from dapo.reward.contract import Doubt
 from dapo.util.http.connections import whole
 from dapo.util.http.faults import BadReply, Fault, from_json
 from dapo.util.http.mapping import as_text
 
 
-class KServeScorer(JsonScorer):
+class KServeScorer(RemoteScorer):
     def __init__(self, config: KServeReward) -> None:
         super().__init__(config)
         self._name += f", model {config.model!r}"

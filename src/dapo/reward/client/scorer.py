@@ -15,12 +15,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import aiohttp
+
 from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher, begin
 from dapo.reward.contract import Scorer
-from dapo.util.http.connections import token_in
+from dapo.util.http.connections import HttpConnections, checked, token_in
 from dapo.util.http.faults import BadReply, Fault, Pauses, Refusal
 from dapo.util.http.secrecy import Secrets, shown
 
@@ -28,6 +30,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _REACHED_WITHIN_S = 60.0
+LARGEST_REPLY = 64 * 2**20
 _CHANCES = 2  # bad replies about one response after which its score has failed
 
 
@@ -46,8 +49,10 @@ class RemoteScorer(Scorer, ABC):
     def __init__(self, config: RemoteReward) -> None:
         self._config = config
         self._name = f"reward server {shown(config.url)}"
-        self._token = token_in(config.token_env, "reward.token_env", RewardError)
-        self._secrets = Secrets(self._token, config.url)
+        token = token_in(config.token_env, "reward.token_env", RewardError)
+        self._secrets = Secrets(token, config.url)
+        self._connections = HttpConnections(token, config.concurrency)
+        self._send = self._connections.send
         self._batcher: Batcher[Call, None] = Batcher(
             self._work, size=config.responses_per_call, concurrency=config.concurrency
         )
@@ -63,9 +68,6 @@ class RemoteScorer(Scorer, ABC):
     @abstractmethod
     async def _check_ready(self) -> None:
         """Raises Fault: the server is not ready yet; RewardError: asking again would not help."""
-
-    @abstractmethod
-    async def _close_connections(self) -> None: ...
 
     async def start(self) -> None:
         """Wait until the server is ready: for a minute if it cannot be reached, longer if it says that it starts.
@@ -120,7 +122,10 @@ class RemoteScorer(Scorer, ABC):
 
     async def close(self) -> None:
         await self._batcher.close()
-        await self._close_connections()
+        await self._connections.close()
+
+    async def _checked(self, reply: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+        return await checked(reply, self._name, "reward", RewardError)
 
     async def _work(self, calls: Sequence[Call]) -> Sequence[None]:
         """Ask until each call has its verdict."""

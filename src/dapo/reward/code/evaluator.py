@@ -24,10 +24,6 @@ from dapo.reward.code.remote import PLAIN, plain_of
 from dapo.reward.worker import limit_memory
 
 Outcome = Literal["pass", "fail", "timeout", "error"]
-PASSED: Outcome = "pass"
-FAILED: Outcome = "fail"
-TIMEOUT: Outcome = "timeout"
-ERROR: Outcome = "error"
 
 
 class Evaluator:
@@ -128,16 +124,16 @@ def _run(border: Border, test: Snippet, namespace: dict[str, Any]) -> tuple[Outc
         namespace.update(found | {name: load_known(path) for name, path in test.known})
         exec(code, namespace)
     except AssertionError as error:
-        return FAILED, f"{type(error).__name__} {_text(error)}".strip()
+        return "fail", f"{type(error).__name__} {_text(error)}".strip()
     except ProgramGone as error:
-        return (FAILED, str(error)) if error.too_long else (ERROR, str(error))
+        return ("fail", str(error)) if error.too_long else ("error", str(error))
     except BaseException as error:
-        return ERROR, f"{type(error).__name__}: {_text(error)}"
+        return "error", f"{type(error).__name__}: {_text(error)}"
     if border.gone:
-        return ERROR, "the program ended within the test"
+        return "error", "the program ended within the test"
     if not found:
-        return FAILED, "the test uses nothing that the program defines"
-    return PASSED, ""
+        return "fail", "the test uses nothing that the program defines"
+    return "pass", ""
 
 
 def _text(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from dapo.config import CodeReward
 from dapo.reward.code.doubts import guarded
-from dapo.reward.code.evaluator import ERROR, FAILED, PASSED, TIMEOUT, Evaluator, Outcome
+from dapo.reward.code.evaluator import Evaluator, Outcome
 from dapo.reward.code.names import InOut, Snippet, Tests, uses_solution_class
 from dapo.reward.code.program import Clock, OverLimit, Program, SandboxFailed, TimeUp, Usage
 from dapo.reward.code.runner import LOADED, MALFORMED, RAISED
@@ -35,7 +35,7 @@ class Grade:
     @property
     def outcome(self) -> Outcome:
         """``pass`` if every test passes, otherwise the outcome of the first that does not."""
-        return next((outcome for outcome in self.outcomes if outcome != PASSED), PASSED)
+        return next((outcome for outcome in self.outcomes if outcome != "pass"), "pass")
 
     @property
     def share(self) -> float:
@@ -43,7 +43,7 @@ class Grade:
         return self.outcomes.count("pass") / len(self.outcomes)
 
     def add(self, outcome: Outcome, detail: str = "", times: int = 1) -> None:
-        if outcome != PASSED and not self.detail:
+        if outcome != "pass" and not self.detail:
             self.detail = f"test {len(self.outcomes) + 1}: {detail}" if detail else ""
         self.outcomes += [outcome] * times
 
@@ -58,12 +58,11 @@ class Grader:
 
     def __init__(self, config: CodeReward) -> None:
         self._config = config
-        self._processes = config.max_processes
-        self._memory = config.memory_mb * 2**20
+        self._limits = config.memory_mb * 2**20, config.max_processes
         self._output = config.max_output_kb * 1024
-        limits = SandboxLimits(self._memory, self._processes, config.scratch_mb * 2**20)
+        limits = SandboxLimits(*self._limits, config.scratch_mb * 2**20)
         self.sandbox = Sandbox(limits, config.sandbox, config.packages)
-        self._evaluator = Evaluator(self._memory, self._output)
+        self._evaluator = Evaluator(limits.memory_bytes, self._output)
         self._end = 0.0
 
     def grade(self, program: str, tests: Tests, entry_point: str | None = None) -> Grade:
@@ -76,40 +75,37 @@ class Grader:
         tests = [guarded(test, entry_point) if isinstance(test, Snippet) else test for test in tests]  # type: ignore[assignment]
         while (done := len(verdict.outcomes)) < len(tests):
             if not verdict.compiles:
-                verdict.add(ERROR, "the program does not compile", len(tests) - done)
-            elif time.monotonic() >= self._end or (self._config.score == "all" and TIMEOUT in verdict.outcomes):
-                verdict.add(TIMEOUT, "no time is left", len(tests) - done)
+                verdict.add("error", "the program does not compile", len(tests) - done)
+            elif time.monotonic() >= self._end or (self._config.score == "all" and "timeout" in verdict.outcomes):
+                verdict.add("timeout", "no time is left", len(tests) - done)
             elif isinstance(test := tests[done], InOut):
                 self._run_script(source, test, verdict)
             else:
                 self._run_module(source, tests[done:], prelude, verdict)  # type: ignore[arg-type]
         return verdict
 
-    def _clock(self, program: Program) -> Clock:
-        return Clock(program, (self._memory, self._processes))
-
     def _run_module(self, source: bytes, tests: Sequence[Snippet], prelude: bool, verdict: Grade) -> None:
         """Load the program once and run at least one test, until the program ends."""
         with self.sandbox.start(source, script=False, prelude=prelude) as program:
             try:
-                status = program.load(self._config.test_timeout_s, (self._memory, self._processes))
+                status = program.load(self._config.test_timeout_s, self._limits)
             except TimeUp:
-                verdict.add(TIMEOUT, "the program's top level does not end", len(tests))
+                verdict.add("timeout", "the program's top level does not end", len(tests))
             except OverLimit as error:
-                verdict.add(ERROR, str(error), len(tests))
+                verdict.add("error", str(error), len(tests))
             else:
                 verdict.compiles = status != MALFORMED
                 if status == LOADED:
                     self._run_snippets(program, tests, verdict)
                 elif verdict.compiles:
                     words = program.complaint() if status == RAISED else "the program ends before its tests"
-                    verdict.add(ERROR, words, len(tests))
+                    verdict.add("error", words, len(tests))
             if "efficiency" in self._config.parts:
                 verdict.used(program.measure())
 
     def _run_snippets(self, program: Program, tests: Sequence[Snippet], verdict: Grade) -> None:
         """Read the evaluator's reports, each within its time, while there is time for all tests."""
-        clock = self._clock(program)
+        clock = Clock(program, self._limits)
         first, text = len(verdict.outcomes), b""
         try:
             reports = self._evaluator.begin(program.channel, tests)
@@ -125,14 +121,14 @@ class Grader:
                 if over or not part:  # nothing: a value was too much for it
                     break
         except TimeUp:
-            verdict.add(TIMEOUT, "its time is up")
+            verdict.add("timeout", "its time is up")
         except OverLimit as error:
-            verdict.add(ERROR, str(error))
+            verdict.add("error", str(error))
         except OSError as error:
             raise SandboxFailed(f"no process for the tests can be started: {error}") from None
         self._evaluator.kill()
         if len(verdict.outcomes) == first:
-            verdict.add(ERROR, "the values that the program returned could not be compared")
+            verdict.add("error", "the values that the program returned could not be compared")
 
     def _run_script(self, source: bytes, test: InOut, verdict: Grade) -> None:
         """One run with pipes, one test."""
@@ -140,9 +136,9 @@ class Grader:
             try:
                 output = self._converse(program, test.stdin.encode("utf-8", "surrogatepass"))
             except TimeUp:
-                verdict.add(TIMEOUT, "its time is up")
+                verdict.add("timeout", "its time is up")
             except OverLimit as error:
-                verdict.add(ERROR, str(error))
+                verdict.add("error", str(error))
             else:
                 verdict.compiles = not program.is_malformed()
                 if verdict.compiles:
@@ -156,7 +152,7 @@ class Grader:
         os.set_blocking(sink.fileno(), False)
         left, output, ended = memoryview(stdin), bytearray(), False
         reading, writing = [source.fileno(), program.exit_fd], [sink.fileno()]
-        for ready in self._clock(program).ticks(self._config.test_timeout_s, reading, writing):
+        for ready in Clock(program, self._limits).ticks(self._config.test_timeout_s, reading, writing):
             if writing and writing[0] in ready:
                 try:
                     left = left[os.write(writing[0], left[:_CHUNK]) :] if left else left
@@ -182,13 +178,13 @@ class Grader:
 
     def _compare(self, output: bytes, test: InOut, program: Program) -> tuple[Outcome, str]:
         if len(output) > self._output:
-            return FAILED, f"its output is longer than {self._config.max_output_kb} KiB"
+            return "fail", f"its output is longer than {self._config.max_output_kb} KiB"
         status = program.wait().status
         if status != 0:
-            return ERROR, f"it ends with exit status {status}"
+            return "error", f"it ends with exit status {status}"
         if not same_output(output, test.stdout, test.tolerance):
-            return FAILED, f"its output is {output[:80]!r}"
-        return PASSED, ""
+            return "fail", f"its output is {output[:80]!r}"
+        return "pass", ""
 
 
 def same_output(output: bytes, expected: str, tolerance: float = 0.0) -> bool:

@@ -190,7 +190,6 @@ class Program:
         return 0.0
 
     def kill(self) -> None:
-        """Kill everything in the sandbox, now."""
         with contextlib.suppress(ProcessLookupError):
             if self._handle is not None:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -222,7 +221,6 @@ class Program:
         return self.usage
 
     def end(self) -> Usage:
-        """Kill what is left, give everything back."""
         self.kill()
         usage = self.wait()
         self.kill()  # without a sandbox, children that outlived their parent
@@ -260,7 +258,6 @@ class Clock:
         self._new = False
 
     def is_up(self, limit_s: float) -> bool:
-        """Whether the limit is reached."""
         passed = time.monotonic() - self._start
         if passed < limit_s:
             return False

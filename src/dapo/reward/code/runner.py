@@ -118,7 +118,6 @@ class Link:
         return b"".join(parts)
 
     def write(self, tree: "Any") -> None:
-        """Send a tree."""
         body = to_json(tree).encode("ascii")
         view = memoryview(len(body).to_bytes(4, "big") + body)
         while view:
@@ -180,7 +179,6 @@ class Link:
         return [items, True]
 
     def call_back(self, number: int, arguments: "list[Any]", keywords: "dict[str, Any]") -> "Any":
-        """Call a function of the test."""
         self.write(["k", number, self.packed(arguments), [[name, self.packed(x)] for name, x in keywords.items()]])
         return self.serve()
 
@@ -323,7 +321,6 @@ def is_malformed(error: BaseException) -> bool:
 
 
 def main(fd: int) -> None:
-    """Get the job, run it."""
     null = posix.open("/dev/null", posix.O_RDWR)
     posix.dup2(null, 2)  # what bubblewrap had to say is said
     posix.close(null)

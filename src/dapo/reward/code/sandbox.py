@@ -158,7 +158,8 @@ class Sandbox:
                 options += ["--seccomp", str(rules)]
                 inherited.append(rules)
                 closing.append(rules)
-            command = [*self.command(self._maps_users), *options, "--", *command]
+            before = _arguments(self._python, self.limits.scratch_bytes, self._maps_users, self._packages)
+            command = [*before, *options, "--", *command]
         pipe = subprocess.PIPE if script else subprocess.DEVNULL
         try:
             process = subprocess.Popen(
@@ -208,10 +209,6 @@ class Sandbox:
             os.close(info)
             os.close(block)
 
-    def command(self, maps_users: bool = False) -> list[str]:
-        """The bubblewrap command in front of a program. ``maps_users``: who runs it will write the user maps."""
-        return _arguments(self._python, self.limits.scratch_bytes, maps_users, self._packages)
-
 
 _ALTERNATIVE = (
     "or set `sandbox: none` if you trust every program (it runs them with your rights, and says so on every run)"
@@ -220,6 +217,7 @@ _ALTERNATIVE = (
 
 @cache
 def _arguments(python: str, scratch_bytes: int, maps_users: bool, packages: tuple[str, ...]) -> list[str]:
+    """The bubblewrap command in front of a program. ``maps_users``: who runs it will write the user maps."""
     namespaces = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts", "cgroup-try")]
     command = [shutil.which("bwrap") or "bwrap", *namespaces, "--die-with-parent", "--new-session"]
     command += ["--hostname", "sandbox", "--cap-drop", "ALL"]

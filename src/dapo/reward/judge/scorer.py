@@ -16,8 +16,7 @@ from dapo.config import JudgeReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import begin
-from dapo.reward.client.http import JsonScorer
-from dapo.reward.client.scorer import Call
+from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
 from dapo.reward.judge.rubric import Rubric, RubricError
 from dapo.util.files import write_json
@@ -28,7 +27,7 @@ from dapo.util.http.secrecy import shown
 _LARGEST_REPLY = 2**21
 
 
-class JudgeScorer(JsonScorer):
+class JudgeScorer(RemoteScorer):
     """The grade of a language model (:class:`~dapo.config.JudgeReward`), mapped from the scale to -1..1; ``parts``
     holds the ``grade`` itself. A question without a grade is a failed score, never a low one. Belongs to one event
     loop. Raises RewardError: the rubric cannot be read, or the key is missing."""

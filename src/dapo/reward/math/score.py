@@ -49,11 +49,6 @@ def score_math(response: str, gold: str, extract: Sequence[Rule]) -> Reward:
     return out_of_time(answer)
 
 
-def _bounded(decide: Callable[..., bool], *texts: str) -> bool:
-    """``decide(*texts)``; False where it fails or costs too much: what cannot be shown to be equal is not."""
-    return bool(_in_time(decide, *texts))
-
-
 def _in_time(decide: Callable[..., bool], *texts: str) -> bool | None:
     """``decide(*texts)``; False where it fails, None where it costs too much. Main thread only, as signals are."""
     signal.signal(signal.SIGVTALRM, _interrupt)

@@ -255,8 +255,6 @@ class Worker(Actor):
 
 
 class ScoringActor(Actor):
-    """A scorer."""
-
     async def make(self, config: RewardConfig, function: Callable[..., Any] | None) -> None:
         self._scorer = make_scorer(config, function)
         await self._scorer.start()

@@ -81,7 +81,6 @@ class Fleet:
         return sum(seat.decode_steps for seat in self._seats)
 
     def counts(self) -> dict[str, float]:
-        """As metrics."""
         return {"engines/replaced": self.replaced, "engines/asked_again": self.asked_again}
 
     def facts(self) -> dict[str, dict[str, float]]:
