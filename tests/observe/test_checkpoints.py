@@ -39,7 +39,9 @@ from dapo.orchestrator.encoded_state import EncodedState, read_state
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
 from dapo.orchestrator.model_writer import ModelWriter
+from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.run_state import RunState
+from dapo.orchestrator.step_state import StepState
 from dapo.training import checkpoint
 from dapo.training.checkpoint import load_tensors, save_tensors
 from dapo.training.learner import LocalLearner
@@ -500,6 +502,18 @@ def test_where_a_run_stands_comes_back_number_by_number(tmp_path: Path) -> None:
     found = where.state()
     assert all(found[name].pop("rest") == 0 for name in ("laps", "seconds"))  # nothing counts in this process
     assert found == state and where.steps_done == 3
+
+
+def test_a_rollout_that_an_earlier_version_kept_with_its_seconds_goes_on(tmp_path: Path) -> None:
+    rollout = RolloutBatch(0, 0, (), (), cast("Any", None))
+    step = {"fill": rollout, "seconds": {"rollout": 1.5}, "batch": None, "reports": [], "decode_steps": 3}
+    where = RunState(Budget(config_for(tmp_path).training))
+    where.load_state({"steps_done": 0, "step": step, "laps": {}, "scores": {}, "seconds": {"start": 1.0, "rl": 2.0}})
+    assert (
+        where.step == StepState(rollout)
+        and where.spans.seconds["rollout"] == 1.5
+        and where.seconds.seconds == {"start": 1.0, "rest": 2.0}
+    )
 
 
 def test_who_fails_to_keep_a_run_does_not_lock_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

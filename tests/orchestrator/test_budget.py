@@ -147,3 +147,5 @@ def test_samples_and_tokens_end_a_run_as_minutes_do() -> None:
     again = Budget(TrainingConfig(steps=100, tokens=800))
     again.load_state(2, budget.state())
     assert again.used_up and again.how_to_go_on() == "training.tokens=1600"
+    again.load_state(2, {"seconds": 2.0, "last": 1.0})  # of a version that did not count them
+    assert not again.used_up

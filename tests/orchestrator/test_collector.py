@@ -908,6 +908,14 @@ def test_state_keeps_every_field_of_a_carried_group(tmp_path):
                 assert a.index == 1 and a.reward.error == b.reward.error == "time-out"
 
 
+def test_a_checkpoint_with_the_earlier_name_of_a_record_is_read(tmp_path):
+    stats = fill(make(every_second)).stats
+    EncodedState({"stats": stats}).write(tmp_path)
+    path = tmp_path / "state.json"
+    path.write_text(path.read_text().replace("RolloutStats", "FillStats"))
+    assert read_state(tmp_path) == {"stats": stats}
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [

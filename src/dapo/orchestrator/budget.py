@@ -95,7 +95,7 @@ class Budget:
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, steps: int, state: Mapping[str, float]) -> None:
-        """Go on after ``steps`` from :meth:`state`."""
+        """Go on after ``steps`` from :meth:`state`, perhaps of a version that counted less."""
         self.steps = steps
         for name in self.state():
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))

@@ -28,6 +28,8 @@ EXPECTED_RATE = 100e6
 """Bytes a second that a disk is taken to write, flush and read again for the hashes, before it has shown what it does.
 Two busy cores with an ordinary disk did 125 to 230 million."""
 _AT_LEAST_S = 2.0
+_SINCE_LATER = ("alarms", "budget", "laps")
+"""What older checkpoints lack."""
 
 
 class Stateful(Protocol):
@@ -141,7 +143,8 @@ class Checkpointer:
 
     async def load(self, folder: Path) -> None:
         """Go on from a checkpoint. Raises UserError: it is damaged, or of another model."""
-        state = await in_thread(read_state, folder, [*self._state.state(), *self._roles])
+        expected = [name for name in (*self._state.state(), *self._roles) if name not in _SINCE_LATER]
+        state = await in_thread(read_state, folder, expected)
         if state.get("format", 0) > FORMAT:
             raise UserError(
                 f"{folder}: is of format {state['format']}, and this version of dapo reads up to {FORMAT}; go on with "
@@ -151,7 +154,8 @@ class Checkpointer:
         try:
             self._state.load_state(state)
             for name, role in self._roles.items():
-                role.load_state(state[name])
+                if name in state:
+                    role.load_state(state[name])
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise UserError(f"{folder}: the state of the run cannot be read: {type(error).__name__}: {error}") from None
         self._shutdown.saved = folder

@@ -230,8 +230,9 @@ class Collector:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`. Raises DataError: it was taken over other data, or without the source's state."""
         rate = AcceptanceRate(state["keep_rate_kept"], state["keep_rate_finished"])
-        groups, counts = (state["carried"], state["under_way"]), Counter(state["counts"])
-        self._position = _Position(state["draws"], rate, *groups, state["rounds"], state["steps"], counts)
+        groups = state["carried"], state["under_way"]
+        counts = Counter(state.get("counts", {"produced": sum(map(len, groups))}))
+        self._position = _Position(state["draws"], rate, *groups, state["rounds"], state.get("steps", 0), counts)
         if "source" not in state:
             raise DataError(
                 "data.source: this checkpoint lacks the source's state, which could not be kept. What would work: mend "
@@ -239,7 +240,7 @@ class Collector:
                 "new run from its weights (model.path)"
             )
         self._source.load_state(state["source"])
-        self._untaken = state["untaken"]
+        self._untaken = state.get("untaken")
 
     def drop_unfit(self) -> int:
         """Drop groups with a response over ``rollout.max_response_length``, or with more samples than are wanted of a

@@ -28,7 +28,7 @@ STATE, ARRAYS = "state.json", "state.safetensors"
 _RECORDS: Mapping[str, Callable[..., Any]] = {
     kind.__name__: kind
     for kind in (Prompt, Reward, Turn, Sample, Group, RolloutBatch, RolloutStats, TokenBatch, Mismatch, UpdateReport)
-}
+} | {"FillStats": RolloutStats}  # its name in older checkpoints
 _MARKS = ("$record", "$tuple", "$float", "$array", "$items")
 
 

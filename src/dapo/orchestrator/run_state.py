@@ -71,12 +71,16 @@ class RunState:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.budget.load_state(int(state["steps_done"]), state["budget"])
-        self.step = StepState(**state["step"]) if state["step"] else None
+        self.budget.load_state(int(state["steps_done"]), state.get("budget", {}))
+        step, laps = state["step"], state.get("laps", {})
+        if step and "fill" in step:  # of a version that kept what the step had taken with it
+            laps = step["seconds"]
+            step = {"rollout": step["fill"]}
+        self.step = StepState(**step) if step else None
         self.spans.cut()
-        self.spans.add(state["laps"], state["spans"])
+        self.spans.add(laps, state.get("spans", ()))
         self.scores = state["scores"]
-        self.seconds.add(state["seconds"])
+        self.seconds.add({"rest" if role == "rl" else role: taken for role, taken in state["seconds"].items()})
 
 
 @dataclass(frozen=True)
