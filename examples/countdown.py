@@ -68,7 +68,7 @@ def rows(count: int, seed: int = 0):
         while len(left) > 1:  # some way of using them all, so that there is a solution
             a, b = left.pop(rng.randrange(len(left))), left.pop(rng.randrange(len(left)))
             left.append(rng.choice((a + b, a - b, a * b)))
-        if 10 <= left[0] <= 100:
+        if 10 <= left[0] <= 100 and left[0] != sum(numbers):  # or a model learns to add, and nothing else
             count -= 1
             asked = f"Use each of the numbers {numbers} once, with + - * / and parentheses, to make {left[0]}. "
             asked += "Put the expression into <answer></answer>."

@@ -59,6 +59,8 @@ HEALTHY: Metrics = {
     "groups/kept": 16.0,
     "groups/share_all_right": 0.1,
     "groups/share_all_wrong": 0.2,
+    "time/reward_wait": 1.0,
+    "time/step": 10.0,
     "lr": 1e-6,
     "updates": 4.0,
     "advantage/mean_abs": 0.8,
@@ -201,6 +203,12 @@ PLANTED: dict[str, tuple[str, int, str, Plant]] = {
     "nothing kept": ("zero learning", 3, "no update", lambda n: {"updates": 0.0, "advantage/mean_abs": None}),
     "server is down": ("failing reward", 1, "33% of the scores", lambda n: {"reward/errors": 1.0}),
     "one of eight fails": ("failing reward", 3, "12% of the scores", lambda n: {"reward/errors": 0.125}),
+    "a slow judge": (
+        "slow rewards",
+        3,
+        "80% of the time is spent waiting for scores, 40 s a step",
+        lambda n: {"time/reward_wait": 40.0, "time/step": 50.0},
+    ),
     "leaves the reference": ("KL blow-up", 6, "to the initial policy", lambda n: {"kl/reference": 0.05 * 2.2**n}),
     "worse than a constant": (
         "blind critic",

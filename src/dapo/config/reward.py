@@ -147,8 +147,8 @@ class ModelReward(RewardBase):
     """Longest prompt and response together, in tokens; a longer one is a failed score."""
     tokens_per_batch: int = Field(16384, ge=1)
     """Most tokens of one batch, padding counted."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the reward model runs."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the reward model runs. auto: on a GPU, if PyTorch finds one."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of its weights."""
     correct_above: float | None = None

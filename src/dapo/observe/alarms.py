@@ -54,6 +54,8 @@ BLIND = 10
 """Steps in a row with an explained variance below 0: a critic takes some to learn what a constant would say."""
 COLD = 100.0
 """Gradient norm of a critic over that which it is clipped to: its updates all have one length then."""
+WAITING, WAITING_S = 0.5, 5.0
+"""Share of a step, and seconds of it, that are spent on nothing but scores."""
 CLIPPED = 0.3  # share of loss tokens that are clipped and teach nothing; a few per cent is usual
 
 
@@ -270,6 +272,19 @@ def _failing_reward(history: History) -> str | None:
     """Scores that failed are no verdicts: what is left is a sample of those that the reward can do."""
     errors = history.newest("reward/errors")
     return f"{fmean(errors):.0%} of the scores failed" if errors and fmean(errors) >= ERRORS else None
+
+
+@_rule(
+    "slow rewards",
+    "score on a GPU (reward.device), in more processes (reward.workers) or more at once (reward.concurrency)",
+    *("time/reward_wait", "time/step"),
+)
+def _slow_rewards(history: History) -> str | None:
+    waits, steps = history.newest("time/reward_wait"), history.newest("time/step")
+    slow = [wait > max(WAITING * step, WAITING_S) for wait, step in zip(waits, steps, strict=True)]
+    if not slow or not all(slow):
+        return None
+    return f"{sum(waits) / sum(steps):.0%} of the time is spent waiting for scores, {fmean(waits):.0f} s a step"
 
 
 @_rule(

@@ -61,6 +61,8 @@ class RewardNetwork:
 def load_network(config: ModelReward) -> RewardNetwork:
     """The reward model of a recipe, tested with two texts.
     Raises RewardError: not found, not readable, not a reward model, or one whose scores would be wrong here."""
+    if config.device == "auto":
+        config = config.model_copy(update={"device": "cuda" if torch.cuda.is_available() else "cpu"})
     if config.device == "cuda" and not torch.cuda.is_available():
         raise RewardError("reward.device: is cuda, but there is none here; use reward.device=cpu")
     name, adapter = config.path, _adapter(config.path)
