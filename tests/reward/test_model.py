@@ -320,7 +320,7 @@ def test_a_reward_model_is_on_a_gpu_where_there_is_one(tmp_path, monkeypatch):
     save(tmp_path, KINDS["gpt2"])
     load_network(config(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
         load_network(config(tmp_path))
 
 
