@@ -153,6 +153,8 @@ def test_steps_without_numbers_raise_none() -> None:
     nothing: Metrics = dict.fromkeys(HEALTHY)
     assert raised([nothing] * 30) == []
     assert raised([nothing, HEALTHY] * 15) == []
+    no_rollout = {name: value for name, value in HEALTHY.items() if name != "time/reward_wait"}
+    assert raised([no_rollout] * 3) == []  # of a stage
 
 
 # --- planted ------------------------------------------------------------------------------------------------------

@@ -281,8 +281,8 @@ def _failing_reward(history: History) -> str | None:
 )
 def _slow_rewards(history: History) -> str | None:
     waits, steps = history.newest("time/reward_wait"), history.newest("time/step")
-    slow = [wait > max(WAITING * step, WAITING_S) for wait, step in zip(waits, steps, strict=True)]
-    if not slow or not all(slow):
+    slow = [wait > max(WAITING * step, WAITING_S) for wait, step in zip(waits, steps, strict=False)]
+    if len(slow) < LAST or not all(slow):
         return None
     return f"{sum(waits) / sum(steps):.0%} of the time is spent waiting for scores, {fmean(waits):.0f} s a step"
 
