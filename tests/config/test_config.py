@@ -292,6 +292,8 @@ def test_messages_of_cross_checks_carry_file_and_line(message: Message) -> None:
 
 def test_messages_about_overrides_name_the_override(message: Message) -> None:
     assert message(RECIPE, "rollout.top_p=0.7").startswith("override rollout.top_p=0.7: rollout.top_p: ")
+    below = "training.warmup_steps.x=1"  # of a key that the recipe lacks
+    assert message(RECIPE, below).startswith(f"override {below}: training.warmup_steps: Input should be")
 
 
 def test_a_key_given_twice_is_refused(message: Message) -> None:

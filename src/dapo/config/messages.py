@@ -47,9 +47,8 @@ def explain(item: Any, source: str, where: Mapping[str, str], root: type[BaseMod
         return
     place = _place(key, source, where)
     if item["type"] == "extra_forbidden":
-        if key not in where:  # a section that only overrides name: the key that one gives
-            named = next((one for one in where if one.startswith(f"{key}.")), key)
-            place, key = _place(named, source, where), key if kind else named
+        if key not in where and not kind:  # a section that only overrides name: the key that one gives
+            key = next((one for one in where if one.startswith(f"{key}.")), key)
         if kind and _kinds_with(path[-1]):
             of = f"{'.'.join(path[:-1])}.kind={kind}"
             yield f"{place}: {key}: not a key of {of}; it belongs to {', '.join(_kinds_with(path[-1]))}"
@@ -116,6 +115,10 @@ def _kinds_with(key: str) -> list[str]:
 
 
 def _place(key: str, source: str, where: Mapping[str, str]) -> str:
+    """Of the key, of one below it (an override of ``training.steps.x`` makes a mapping of ``training.steps``) or of the
+    section that it is in."""
+    if key not in where:
+        key = next((one for one in where if one.startswith(f"{key}.")), key)
     while key:
         if key in where:
             return where[key]
