@@ -158,9 +158,9 @@ async def _answer(service: Service, request: Request, journal: Journal | None) -
         service.tokens.labels("prompt").inc(job.prompt_tokens)
         service.tokens.labels("response").inc(reply.completion_tokens)
 
-    def keep() -> None:  # in a thread, as it waits for the disk, once the answer is sent
+    async def keep() -> None:  # once the answer is sent; no thread for those that nothing is kept of
         if journal is not None and (entry := _entry(body, reply)):
-            journal.add(entry)
+            await in_thread(journal.add, entry)  # which waits for the disk
 
     with service.room.taken(0 if chooser is None else body.each * len(body.given)):
         told, parts = await unless_gone(request, _begun(served, job, body.stream))  # what is refused has its status
