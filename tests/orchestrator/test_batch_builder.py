@@ -420,8 +420,8 @@ def test_with_the_mean_of_the_others_as_its_critic_ppo_is_leave_one_out() -> Non
         make_group([1.0, 0.0, 0.0, 1.0], [3, 1, L_MAX, 5], truncated=[2]),
         make_group([-1.0, 1.0, 0.5, 0.0], [2, 2, 7, 4], draw=1),
     ]
-    alike = {"algorithm__overlong_buffer__enable": False, "algorithm__advantage__kind": "leave-one-out"}
-    plain = BatchBuilder(make_config(**alike))
+    alike = {"algorithm__overlong_buffer__enable": False}
+    plain = BatchBuilder(make_config(**alike, algorithm__advantage__kind="leave-one-out"))
     expected = plain.finish(groups, plain.build(groups))[1].columns["advantages"]
     ppo = {"algorithm__kind": "ppo", "algorithm__critic__lam": 1.0, "algorithm__critic__whiten": False}
     builder = BatchBuilder(make_config(**alike, **ppo))
