@@ -278,15 +278,15 @@ def predicted_from(config: AnyConfig) -> str:
 
 
 def _supposed(config: AnyConfig, on_gpu: bool) -> str:
-    rewards = ", and without the reward model (reward.device=cpu keeps it off the GPU)"
-    return f"with texts of full length, without the libraries' own 0.5 GiB{rewards * _shared(config, on_gpu)}"
+    more = ", and without the reward model (reward.device=cpu keeps it off the GPU)" * _shared(config, on_gpu)
+    return f"with texts of full length, without the libraries' own 0.5 GiB{more}"
 
 
 def _shared(config: AnyConfig, on_gpu: bool) -> bool:
     """Whether a reward model may be on the GPU too."""
-    local = isinstance(config, Config) and config.runtime.kind == "local"
-    rewards = plain_rewards(config.reward) if on_gpu and local else ()
-    return any(getattr(one, "device", "cpu") != "cpu" for one in rewards)
+    if not on_gpu or isinstance(config, StageConfig) or config.runtime.kind == "ray":
+        return False
+    return any(getattr(one, "device", "cpu") != "cpu" for one in plain_rewards(config.reward))
 
 
 def gib(size: float) -> str:

@@ -116,10 +116,7 @@ def plain_rewards(reward: RewardBase) -> Iterator[RewardBase]:
 def off_gpu(reward: Kind) -> Kind:
     """With reward models of ``device: auto`` on the processor, where the GPUs are others'."""
     if isinstance(reward, ComposeReward):
-        parts = {
-            name: part.model_copy(update={"reward": part.reward and off_gpu(part.reward)})
-            for name, part in reward.parts.items()
-        }
+        parts = {k: p.model_copy(update={"reward": p.reward and off_gpu(p.reward)}) for k, p in reward.parts.items()}
         return reward.model_copy(update={"parts": parts})
     return reward.model_copy(update={"device": "cpu"}) if getattr(reward, "device", None) == "auto" else reward
 

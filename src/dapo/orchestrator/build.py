@@ -110,9 +110,8 @@ class Rewards:
 
     def __init__(self, setup: Setup, tell: Callable[[str], object]) -> None:
         """Make them. Nothing is started yet. ``tell``: hears of processes that died and were replaced."""
-        config, check = setup.config, setup.config.monitor.check
-        reward = config.reward
-        if config.runtime.kind == "ray":  # in this process, which sees GPUs that are the workers'
+        config, reward, check = setup.config, setup.config.reward, setup.config.monitor.check
+        if config.runtime.kind == "ray":  # this process sees GPUs that are the workers'
             reward, check = off_gpu(reward), check and off_gpu(check)
         self.scorer: Scorer
         if config.runtime.kind == "ray" and config.runtime.reward.workers:
