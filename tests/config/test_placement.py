@@ -60,6 +60,15 @@ def test_what_a_cluster_lacks_is_told_by_role() -> None:
     assert line == "no node has what one engine worker asks for: 1 CPUs, 6 GPUs; lower runtime.engine"
 
 
+@pytest.mark.parametrize(("device", "gpus"), [("auto", 1.0), ("cuda", 1.0), ("cpu", 0.0)])
+def test_a_worker_with_a_reward_model_has_a_gpu_unless_it_is_to_score_on_the_processor(
+    device: str, gpus: float
+) -> None:
+    reward = {"kind": "model", "path": "r", "correct_above": 0, "device": device}
+    config = config_of(RAY | {"runtime.reward.workers": 1, "reward": reward})
+    assert [one.gpus for one in bundles(config, True) if one.role == "reward"] == [gpus]
+
+
 def test_reward_models_are_kept_off_gpus_that_are_others_unless_they_were_sent_there() -> None:
     sent = {"kind": "model", "path": "m"}
     parts = {name: {"reward": sent | more} for name, more in (("a", {}), ("b", {"device": "cuda"}))}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dapo.config.composed_reward import plain_rewards
 from dapo.config.runtime import RoleConfig, RuntimeConfig
 
 _DEFAULTS = RuntimeConfig()
@@ -97,7 +98,7 @@ def bundles(config: Any, gpus: bool) -> list[Bundle]:
     """Of all actors that a recipe asks for. ``gpus``: whether the cluster has any."""
     runtime = config.runtime
     gpus = gpus and runtime.device != "cpu"
-    kinds = {config.reward.kind} | {one.kind for one in getattr(config.reward, "rewards", {}).values()}
+    judged = float(any(getattr(one, "device", "cpu") != "cpu" for one in plain_rewards(config.reward)))
 
     def of(role: str, asked: RoleConfig, usual: float) -> Iterator[Bundle]:
         each = (usual if gpus else 0.0) if asked.gpus is None else asked.gpus
@@ -107,7 +108,7 @@ def bundles(config: Any, gpus: bool) -> list[Bundle]:
     found = [*of("learner", runtime.learner, 1.0)]
     if runtime.placement == "disaggregated":
         found += of("engine", runtime.engine, float(config.rollout.tensor_parallel))
-    return [*found, *of("reward", runtime.reward, float("model" in kinds))]
+    return [*found, *of("reward", runtime.reward, judged)]
 
 
 def backend_of(config: Any, found: Sequence[Bundle]) -> str | None:

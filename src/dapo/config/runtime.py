@@ -32,7 +32,8 @@ class RewardRole(RoleConfig):
     workers: int = Field(0, ge=0, le=4096)
     """Processes that score, with a scorer each. 0: scores are made where the run was started."""
     gpus: float | None = Field(None, ge=0)
-    """GPUs of each, or a part of one. null: none, but one for a reward model if the cluster has GPUs."""
+    """GPUs of each, or a part of one. null: none, but one for a reward model if the cluster has GPUs and
+    `reward.device` is not cpu."""
 
 
 class RuntimeConfig(Section):
