@@ -100,7 +100,7 @@ def test_an_error_of_the_users_is_a_message_on_stderr_and_2(arguments: list[str]
 def test_where_there_is_no_recipe_those_that_come_with_dapo_are_named() -> None:
     said = run("train", "gsm8k").stderr
     assert said.startswith("error: gsm8k: cannot read the recipe: No such file") and said.count("\n") == 1
-    assert "those that come with dapo: cpu-demo, dapo-32b-paper, gsm8k-1gpu" in said
+    assert "those that come with dapo: cpu-demo, dapo-32b-paper, gsm8k-1gpu, cispo, dpo, dr-grpo, grpo, gspo" in said
 
 
 def test_a_recipe_that_comes_with_dapo_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +110,13 @@ def test_a_recipe_that_comes_with_dapo_goes_by_its_name(tmp_path: Path, monkeypa
     assert "`dapo demo` makes what this recipe trains on" in run("train", "cpu-demo").stderr
     (tmp_path / "cpu-demo").write_text("seed: 77\nmodel: {path: m}\n")  # a file of that name goes first
     assert "seed: 77" in run("config", "cpu-demo").stdout
+
+
+def test_the_recipes_of_methods_go_by_their_names_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "dir: runs/grpo" in run("config", "grpo").stdout
+    assert "what would work: dapo sft" in run("train", "sft").stderr
+    assert "data.train: 'pairs.jsonl' does not exist" in run("dpo", "dpo").stderr
 
 
 @pytest.mark.parametrize("command", ["inspect", "ui", "report"])

@@ -144,7 +144,8 @@ _CHECKOUT = Path(__file__).parents[3] / "recipes"
 
 
 def shipped_recipes() -> list[Path]:
-    return sorted((_INSTALLED if _INSTALLED.is_dir() else _CHECKOUT).glob("*.yaml"))
+    root = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+    return [*sorted(root.glob("*.yaml")), *sorted(root.glob("method/*.yaml"))]
 
 
 def _by_name() -> dict[str, Path]:

@@ -32,10 +32,15 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError: with every problem found, each with file, line and key."""
     tree, where = read_recipe(path := existing_recipe(recipe), overrides)
     _require_run(tree, path)
+    name_run_folder(tree, path)
+    return beside(build_config(tree, str(path), where, path), path.parent)
+
+
+def name_run_folder(tree: dict[str, Any], recipe: Path) -> None:
+    """Of a recipe that names none: by the recipe's own name."""
     run = tree["run"] = {} if tree.get("run") is None else tree["run"]
     if isinstance(run, dict) and run.get("dir") is None:
-        run["dir"] = f"runs/{path.stem}"
-    return beside(build_config(tree, str(path), where, path), path.parent)
+        run["dir"] = f"runs/{recipe.stem}"
 
 
 def _require_run(tree: Mapping[str, Any], path: Path) -> None:
