@@ -255,9 +255,8 @@ def report_lines(found: CheckReport, config: Config, doubts: Sequence[str] = ())
         if reports:
             yield from _block(title, _table(reports, short))
     for report in (*found.train, *found.evaluation):
-        more = [f"... and {report.bad - len(report.faults):,} more"] if report.bad > len(report.faults) else []
         if report.bad:
-            yield from _block(f"Bad rows of {report.file}: {report.bad:,}", [*report.faults, *more])
+            yield from _block(f"Bad rows of {report.file}: {report.bad:,}", report.faults)
         for what, (count, examples) in report.doubts.items():
             yield from _block(f"warning: {count:,} rows of {report.file} {what}, such as", map(visible, examples))
     for title, reports in (("training", found.train), ("evaluation", found.evaluation)):
