@@ -365,6 +365,29 @@ def flat(tree: Mapping[str, Any], prefix: str = "", leaves: Container[str] = ())
             yield f"{prefix}{key}", value
 
 
+def require_one_value(
+    named: Mapping[str, tuple[str, Any]], overrides: Sequence[str], settings: Mapping[str, Any] | None = None
+) -> None:
+    """``named``: by dotted key what else names it, such as an option, and the value given there; None and [] are none.
+    ``overrides``, ``settings`` (a tree): values by their keys. Raises ConfigError: a key has two that differ."""
+    said: dict[str, Any] = {}
+    apply_overrides(said, overrides, {})
+    for key, value in (*flat(settings or {}), *flat(said)):
+        name, other = named.get(key, ("", None))
+        if other not in (None, []) and _several(value) != _several(other):
+            raise ConfigError(
+                f"{name}: is {_shown(other)}, and {key} is {_shown(value)}, which is the same setting; give one of them"
+            )
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, _several(value)))
+
+
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, str]) -> None:
     for override in overrides:
         key, equals, text = override.partition("=")
