@@ -80,8 +80,8 @@ class ModelScorer(Scorer):
             return _failed("prompt and response are no tokens at all")
         return await self._batches.submit(item)
 
-    def read_back(self, prompt: str, response: str) -> str | None:
-        return self._network.text.read_back(prompt, response) if self._network else None
+    def read_back(self, prompt: str, response: str) -> Sequence[str]:
+        return (self._network.text.read_back(prompt, response),) if self._network else ()
 
     async def close(self) -> None:
         """A batch that is being scored cannot be stopped, and is not waited for."""
