@@ -82,8 +82,8 @@ def evaluate(
         files, rows = files_or_rows(data, "data", listener.phase)
         if len(files) > 1:
             raise DataError(f"data: {len(files)} files; evaluate one at a time, each has a result of its own")
-        given = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens, "server": server}
-        given["data"] = files or [_ROWS]
+        given: dict[str, Any] = {"data": files or [_ROWS], "samples": samples, "temperature": temperature}
+        given |= {"max_tokens": max_tokens, "server": server}
         found, config = _settings(model, tokenizer, {"evaluation": {"rows": None}}, settings, **given)
         named_reward = reward is not None or any(key.startswith("reward") for key, _ in flat(settings or {}))
         if not named_reward and (why := function_of(found)):

@@ -64,7 +64,7 @@ def _compare(words: list[str], out: Path, options: dict[str, Any], quiet: bool) 
     from dapo.comparison.pages import WIN_HEADER, win_lines, write_pages, write_tables
     from dapo.comparison.recipes import BUDGETS
     from dapo.comparison.wins import judge
-    from dapo.config.reading import require_one_value
+    from dapo.config.one_value import require_one_value
     from dapo.observe.progress import make_listener
 
     root, listener = Path(words[0]), make_listener(quiet)

@@ -185,7 +185,8 @@ def _verifier(config: Config) -> Callable[[str, str], bool] | None:
 
 def _config(recipe: Path | None, words: Sequence[str], against: Sequence[str]) -> Config:
     from dapo.config import load_config
-    from dapo.config.reading import config_of_overrides, require_one_value
+    from dapo.config.one_value import require_one_value
+    from dapo.config.reading import config_of_overrides
 
     overrides = [word for word in words if is_setting(word)]
     require_one_value({"evaluation.data": ("--eval", against)}, overrides)

@@ -157,6 +157,13 @@ def existing_recipe(recipe: str | Path) -> Path:
     return Path(recipe) if os.path.exists(recipe) else _by_name().get(str(recipe), Path(recipe))  # noqa: PTH110
 
 
+def name_run_folder(tree: dict[str, Any], recipe: Path) -> None:
+    """Of a recipe that names none: by the recipe's own name."""
+    run = tree["run"] = {} if tree.get("run") is None else tree["run"]
+    if isinstance(run, dict) and run.get("dir") is None:
+        run["dir"] = f"runs/{recipe.stem}"
+
+
 def demo_of(recipe: Path) -> str | None:
     """The command that makes model and data of the demo's recipe; None for any other recipe."""
     return "dapo demo" if recipe.resolve() == recipe_path("cpu-demo").resolve() else None

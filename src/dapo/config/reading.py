@@ -15,7 +15,7 @@ from dapo.config.composed_reward import REWARD_KINDS, ComposeReward, RewardConfi
 from dapo.config.data import DataItem
 from dapo.config.messages import build_tree, fields_at
 from dapo.config.on_resume import without_gone
-from dapo.config.plan import existing_recipe, shipped_recipes
+from dapo.config.plan import existing_recipe, name_run_folder, shipped_recipes
 from dapo.config.secrets import require_secrets
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
@@ -34,13 +34,6 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     _require_run(tree, path)
     name_run_folder(tree, path)
     return beside(build_config(tree, str(path), where, path), path.parent)
-
-
-def name_run_folder(tree: dict[str, Any], recipe: Path) -> None:
-    """Of a recipe that names none: by the recipe's own name."""
-    run = tree["run"] = {} if tree.get("run") is None else tree["run"]
-    if isinstance(run, dict) and run.get("dir") is None:
-        run["dir"] = f"runs/{recipe.stem}"
 
 
 def _require_run(tree: Mapping[str, Any], path: Path) -> None:
@@ -363,29 +356,6 @@ def flat(tree: Mapping[str, Any], prefix: str = "", leaves: Container[str] = ())
             yield from flat(value, f"{prefix}{key}.", leaves)
         else:
             yield f"{prefix}{key}", value
-
-
-def require_one_value(
-    named: Mapping[str, tuple[str, Any]], overrides: Sequence[str], settings: Mapping[str, Any] | None = None
-) -> None:
-    """``named``: by dotted key what else names it, such as an option, and the value given there; None and [] are none.
-    ``overrides``, ``settings`` (a tree): values by their keys. Raises ConfigError: a key has two that differ."""
-    said: dict[str, Any] = {}
-    apply_overrides(said, overrides, {})
-    for key, value in (*flat(settings or {}), *flat(said)):
-        name, other = named.get(key, ("", None))
-        if other not in (None, []) and _several(value) != _several(other):
-            raise ConfigError(
-                f"{name}: is {_shown(other)}, and {key} is {_shown(value)}, which is the same setting; give one of them"
-            )
-
-
-def _several(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _shown(value: Any) -> str:
-    return ", ".join(map(str, _several(value)))
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, str]) -> None:

@@ -15,8 +15,8 @@ from yaml import YAMLError
 from dapo.config.common import HeldOutConfig, OptimizerConfig
 from dapo.config.data import Files, WritingConfig
 from dapo.config.messages import build_tree
-from dapo.config.plan import existing_recipe
-from dapo.config.reading import file_beside, items_beside, load_yaml, name_run_folder, read_recipe, with_values
+from dapo.config.plan import existing_recipe, name_run_folder
+from dapo.config.reading import file_beside, items_beside, load_yaml, read_recipe, with_values
 from dapo.config.runtime import RuntimeConfig
 from dapo.config.section import Problems, Section
 from dapo.config.sections import ModelConfig, RunConfig

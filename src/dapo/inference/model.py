@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.config import Config, load_config, nested
 from dapo.config.data import DataConfig, DataItem
-from dapo.config.reading import layered_config, require_one_value, with_values
+from dapo.config.one_value import require_one_value
+from dapo.config.reading import layered_config, with_values
 from dapo.config.secrets import require_secrets
 from dapo.config.stages import load_stage, stage_named
 from dapo.errors import ConfigError, DataError, ModelError
