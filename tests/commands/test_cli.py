@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from dapo.commands.train import next_commands
 from dapo.config import build_config
 from dapo.config.plan import recipe_path
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
+from dapo.orchestrator.resume import how_to_resume
 from dapo.rollout.engine import NotFiniteError
 
 RECIPE = {
@@ -375,6 +377,23 @@ def test_samples_in_json_lines_are_recommended_by_name(workplace: Path) -> None:
 def test_a_model_is_recommended_to_train_on_from(workplace: Path) -> None:
     (workplace / "model-after").mkdir()
     assert "model.path=" in next_commands(str(workplace))[0]
+
+
+def test_recommended_commands_can_be_pasted_whatever_the_name_of_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "it's a run"
+    (folder / "samples").mkdir(parents=True)
+    (folder / "model-after").mkdir()
+    for file in ("samples/step-00001.jsonl", "metrics.jsonl"):
+        (folder / file).touch()
+    told = [shlex.split(line[line.index(": dapo ") + 2 :]) for line in next_commands(str(folder))]
+    more = [f"{folder}/config.yaml", f"model.path={folder}/model-after", f"run.dir={folder}-more"]
+    assert told == [
+        ["dapo", "inspect", str(folder), "--samples"],
+        ["dapo", "train", *more],
+        ["dapo", "report", str(folder)],
+        ["dapo", "ui", str(folder)],
+    ]
+    assert shlex.split(how_to_resume(folder, [])) == ["dapo", "train", "--resume", str(folder)]
 
 
 def test_a_dry_run_tries_the_template_with_a_tokenizer_that_is_at_hand(workplace: Path) -> None:
