@@ -11,10 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from compared import stored_comparison, write_recipes
+from dapo.checks import settings
 from dapo.commands import app
 from dapo.comparison.folder import Comparison, declare
-from dapo.comparison.recipes import Variant, named_variants, needs
+from dapo.comparison.recipes import Variant, limited, named_variants, needs
 from dapo.comparison.table import Table, paired
+from dapo.config import build_config
 from dapo.errors import ConfigError, UserError
 from dapo.evaluation.statistics import half, noise
 from dapo.evaluation.votes import Shown, Vote, add_vote
@@ -138,6 +140,14 @@ def test_recipes_are_named_by_their_changes_or_by_a_name_and_never_twice() -> No
     }
     with pytest.raises(ConfigError, match="a: is given twice"):
         named_variants(["a.yaml", "b/a.yaml"])
+
+
+def test_the_disk_that_a_cell_needs_follows_from_its_budget_and_not_from_its_steps() -> None:
+    run = {"save_every": 1, "keep_last": None, "keep_every": 2}
+    config = limited(build_config({"model": {"path": "m"}, "run": run}), "samples", 4096)
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    assert settings.checkpoints_kept(config) == 2
+    assert settings._samples_bytes(config) == 4096 * longest * settings.BYTES_PER_TOKEN
 
 
 def test_no_secret_is_written_down(here: Path) -> None:

@@ -790,6 +790,12 @@ def test_a_value_of_another_system_is_answered_with_ours(message: Message, setti
     assert f"did you mean {setting.partition('=')[0]}={meant}?" in message(RECIPE, setting)
 
 
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_a_key_of_another_system_may_be_another_key_by_its_value(message: Message, name: str) -> None:
+    assert f"loss_type: unknown key; did you mean algorithm.objective={name}?" in message(RECIPE, f"loss_type={name}")
+    assert "did you mean algorithm.loss_agg_mode?" in message(RECIPE, "loss_type=grpo")
+
+
 WORDS = {  # as recipes of other systems and articles have them, with the key that is meant
     "policy": "model",
     "importance_sampling_level": "algorithm.objective=gspo",

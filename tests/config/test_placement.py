@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from dapo.config import Config, build_config, nested
+from dapo.config import Config, RewardConfig, build_config, nested
+from dapo.config.composed_reward import off_gpu, plain_rewards
 from dapo.config.placement import bundles, shards, shortages
 from dapo.errors import ConfigError
 
@@ -56,3 +58,12 @@ def test_what_a_cluster_lacks_is_told_by_role() -> None:
     vllm = config_of(APART | {"rollout.engine": "vllm", "rollout.tensor_parallel": 6})
     [line] = shortages(bundles(vllm, True), nodes)
     assert line == "no node has what one engine worker asks for: 1 CPUs, 6 GPUs; lower runtime.engine"
+
+
+def test_reward_models_are_kept_off_gpus_that_are_others_unless_they_were_sent_there() -> None:
+    sent = {"kind": "model", "path": "m"}
+    parts = {name: {"reward": sent | more} for name, more in (("a", {}), ("b", {"device": "cuda"}))}
+    parts |= {"c": {"reward": {"kind": "exact"}}, "d": {"of": "a/score"}}
+    reward: Any = TypeAdapter(RewardConfig).validate_python({"kind": "compose", "parts": parts})
+    assert [getattr(one, "device", None) for one in plain_rewards(off_gpu(reward))] == ["cpu", "cuda", None]
+    assert off_gpu(config_of({"model.path": "m"}).reward).kind == "math"

@@ -23,6 +23,7 @@ from dapo.config.on_resume import (
     FROM_THE_NEXT_STEP,
     MAY_CHANGE,
     MAY_CHANGE_UNLESS_DETERMINISTIC,
+    may_change,
 )
 from dapo.config.reference import all_values
 from dapo.errors import ConfigError, UserError
@@ -113,6 +114,11 @@ def test_every_key_has_one_decision() -> None:
     unknown = [key for key in named if key not in all_values() and key not in wholes]
     undecided = [key for key in all_values() if key not in named and not key.startswith(tuple(f"{w}." for w in wholes))]
     assert (unknown, undecided) == ([], [])
+
+
+@pytest.mark.parametrize("key", ["reward.device", "reward.parts.taste.reward.device"])
+def test_a_reward_model_may_move_off_a_full_card_and_an_older_run_begun_on_the_processor_goes_on(key: str) -> None:
+    assert may_change(key, deterministic=False, inside=True) and not may_change(key, deterministic=True)
 
 
 @pytest.mark.parametrize(

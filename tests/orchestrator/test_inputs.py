@@ -3,6 +3,7 @@
 import copy
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dapo.config.plan import missing_files, plan_of
 from dapo.errors import ConfigError, DataError, ModelError
 from dapo.model.placement import determinism
 from dapo.orchestrator import inputs
+from dapo.orchestrator.build import Rewards
 from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, text_sum, tiny_model
 
 LONG = {"prompt": "1+2" * 20 + "=", "answer": "3"}  # 61 tokens, far above data.max_prompt_length=8
@@ -217,3 +219,16 @@ def test_a_longer_model_by_yarn_takes_longer_prompts(tmp_path: Path) -> None:
     assert run(tmp_path / "run", changes, model=model)["steps"] == 1
     with pytest.raises(ConfigError, match=r"256 positions \(max_position_embeddings and rope_scaling in its config"):
         run(tmp_path / "long", changes | {"data.max_prompt_length": 245}, model=model)
+
+
+@pytest.mark.parametrize(("kind", "device"), [("local", "auto"), ("ray", "cpu")])
+def test_the_process_of_a_run_on_ray_leaves_the_gpus_to_its_workers(
+    monkeypatch: pytest.MonkeyPatch, kind: str, device: str
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("dapo.orchestrator.build.make_scorer", lambda reward, given=None: made.append(reward))
+    reward = {"kind": "model", "path": "r", "correct_above": 0}
+    tree = {"model": {"path": "m"}, "reward": reward, "monitor": {"check": reward}, "runtime": {"kind": kind}}
+    setup: Any = SimpleNamespace(config=build_config(tree), overrides=inputs.RunOverrides())
+    Rewards(setup, print)
+    assert [one.device for one in made] == [device, device]

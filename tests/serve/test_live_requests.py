@@ -16,6 +16,7 @@ from dapo.data.live import LiveRows
 from dapo.serve.app import _entry
 from dapo.serve.live import Journal, create_receiver
 from dapo.serve.protocol import ChatRequest
+from dapo.util.asynchronous import in_thread
 from dapo.util.serving import Address, Progress
 from served import PINNED, served
 
@@ -55,6 +56,22 @@ def test_requests_with_consent_are_kept_and_feedback_makes_rows_of_them(folder: 
     assert told[0]["response"] == told[1]["response"] == whole.choices[0].message.content
     assert told[2]["response"] == done.choices[0].text
     assert taken(file) == [(whole.id, "3")]
+
+
+def test_only_what_is_kept_takes_a_thread(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+
+    async def counted(work: Any, *given: Any, **how: Any) -> Any:
+        begun.append(work)
+        return await in_thread(work, *given, **how)
+
+    monkeypatch.setattr("dapo.serve.app.in_thread", counted)
+    monkeypatch.setattr("starlette.background.run_in_threadpool", counted)
+    journal = Journal(tmp_path / "live.jsonl")
+    with served(folder, *PINNED, journal=journal) as server:
+        for more in ({}, {"stream": True}, CONSENT, CONSENT | {"stream": True}):
+            assert server.post("/v1/chat/completions", **(ASK | more)).status_code == 200
+    assert begun == [journal.add, journal.add] and len(lines(journal.file)) == 2
 
 
 def test_half_an_answer_is_not_kept() -> None:

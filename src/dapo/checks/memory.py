@@ -36,7 +36,8 @@ Compared with measurements in test_doctor_memory.py and test_stage_memory.py; th
 a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns: while the trainer works
 the cache sleeps, and gradients are dropped with every update; the head is done with before the layers go backward. The
 larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case. vLLM takes all of cache_gib,
-once the learner has given back what it has freed. What is on another device (``rollout.device``) does not count.
+once the learner has given back what it has freed. What is on another device (``rollout.device``) does not count,
+nor does a reward model (``reward.device``).
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
 the whole engine. The casts are then what is whole at a time: of two layers (one at work, one on its way) b a number,
@@ -54,6 +55,7 @@ import torch
 
 from dapo.checks.context import CheckContext, Finding
 from dapo.config import Config
+from dapo.config.composed_reward import plain_rewards
 from dapo.config.on_resume import may_change
 from dapo.config.reading import with_values
 from dapo.config.stages import SFTConfig, StageConfig
@@ -71,7 +73,6 @@ AnyConfig = Config | StageConfig
 GIB = 2**30
 _HOLES = 1.25  # measured: the C library keeps freed memory (``process.keep_freed_memory``), so more is held than used
 _TIGHT = 0.85  # share of the free memory from which on it may become tight
-_SUPPOSED = "with texts of full length, without the libraries' own 0.5 GiB"
 """What a prediction is of. It is no upper bound: what was measured lies within a factor of it, on either side."""
 _SHORT = 0.8
 """Of what was predicted, what is taken for free where that ran out: the prediction was too low, or others took some."""
@@ -273,7 +274,19 @@ def predicted_from(config: AnyConfig) -> str:
     on_gpu = asked == "cuda" or (asked == "auto" and torch.cuda.is_available())
     memory = predict_memory(config, shape, on_gpu)
     where = "GPU memory" if on_gpu else "RAM"
-    return f"about {gib(memory.total(on_gpu))} of {where}, {_SUPPOSED} ({memory.told(on_gpu)})"
+    return f"about {gib(memory.total(on_gpu))} of {where}, {_supposed(config, on_gpu)} ({memory.told(on_gpu)})"
+
+
+def _supposed(config: AnyConfig, on_gpu: bool) -> str:
+    more = ", and without the reward model (reward.device=cpu keeps it off the GPU)" * _shared(config, on_gpu)
+    return f"with texts of full length, without the libraries' own 0.5 GiB{more}"
+
+
+def _shared(config: AnyConfig, on_gpu: bool) -> bool:
+    """Whether a reward model may be on the GPU too."""
+    if not on_gpu or isinstance(config, StageConfig) or config.runtime.kind == "ray":
+        return False
+    return any(getattr(one, "device", "cpu") != "cpu" for one in plain_rewards(config.reward))
 
 
 def gib(size: float) -> str:
@@ -292,7 +305,7 @@ def check_memory(context: CheckContext) -> Iterator[Finding]:
     memory = predict_memory(config, shape, on_gpu)
     needed = memory.total(on_gpu)
     text = f"about {gib(needed)} predicted"
-    text += f", {_SUPPOSED} ({memory.told(on_gpu)})" if needed >= GIB / 10 else ""
+    text += f", {_supposed(config, on_gpu)} ({memory.told(on_gpu)})" if needed >= GIB / 10 else ""
     if elsewhere:
         yield Finding("machine", "memory", "skip", f"{text}; there is no GPU here to compare it with")
         return
@@ -346,6 +359,7 @@ def shortage_explained(config: AnyConfig, model: Any) -> Iterator[None]:
             raise
         on_gpu = next(model.parameters()).is_cuda
         less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
+        less = f"reward.device=cpu, {less}" if _shared(config, on_gpu) else less
         named, deterministic = re.findall(r"([\w.]+)=", less), config.runtime.deterministic
         stage = isinstance(config, StageConfig)  # which may change none of them
         fixed = [key for key in named if stage or not may_change(key, deterministic, inside=True)]

@@ -227,7 +227,10 @@ def _samples_bytes(config: Config) -> int:
         return 0
     plan = plan_of(config)
     drawn = int(plan["prompts drawn per step, at most"]) * config.rollout.samples_per_prompt
-    tokens: float = drawn * config.training.steps * int(plan["tokens per sample, at most"])
+    longest = int(plan["tokens per sample, at most"])
+    tokens: float = drawn * config.training.steps * longest
+    if config.training.samples is not None:
+        tokens = min(tokens, config.training.samples * longest)
     if config.training.minutes is not None:
         tokens = min(tokens, 60 * config.training.minutes * _MOST_TOKENS_A_SECOND)
     if config.training.tokens is not None:

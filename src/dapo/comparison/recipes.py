@@ -80,6 +80,8 @@ def limited(config: Any, key: str, amount: float) -> Any:
     values[f"training.{key}"] = amount if key == "minutes" else int(amount)
     if isinstance(config, Config):
         values |= {"training.steps": UNBOUNDED, "evaluation.patience": None}
+        # a cell's checkpoints go at its end, and for all of so many steps the disk would be found too small
+        values |= {"run.keep_last": config.run.keep_last or 1, "run.keep_every": 0}
     return with_values(config, values)
 
 

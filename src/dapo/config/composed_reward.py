@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from dapo.config.reward import Plain, PlainReward, RewardBase
 from dapo.config.secrets import is_secret
 from dapo.config.section import Problems, Section
+
+Kind = TypeVar("Kind", bound=RewardBase)
 
 
 class Part(Section):
@@ -109,6 +111,14 @@ def plain_rewards(reward: RewardBase) -> Iterator[RewardBase]:
         yield from reward.rewards.values()
     else:
         yield reward
+
+
+def off_gpu(reward: Kind) -> Kind:
+    """With reward models of ``device: auto`` on the processor, where the GPUs are others'."""
+    if isinstance(reward, ComposeReward):
+        parts = {k: p.model_copy(update={"reward": p.reward and off_gpu(p.reward)}) for k, p in reward.parts.items()}
+        return reward.model_copy(update={"parts": parts})
+    return reward.model_copy(update={"device": "cpu"}) if getattr(reward, "device", None) == "auto" else reward
 
 
 def _broken_names(reward: ComposeReward) -> Iterator[str]:

@@ -141,7 +141,8 @@ def _elsewhere(key: str, value: Any = None) -> Iterator[tuple[str, str]]:
     path = key.split(".")
     absent = [p for p in path[:-1] if ELSEWHERE.get(p, "").startswith(("not needed", "not there:"))]
     ends = (".".join(path[k:]) for k in range(len(path)))
-    yield from [(key, ELSEWHERE[end]) for end in (*absent, *ends) if end in ELSEWHERE][:1]
+    words = (*absent, f"{path[-1]}={value}", *ends)
+    yield from [(key, ELSEWHERE[word]) for word in words if word in ELSEWHERE][:1]
     for name, inner in value.items() if isinstance(value, Mapping) else ():
         yield from _elsewhere(f"{key}.{name}", inner)
 

@@ -60,7 +60,7 @@ MAY_CHANGE_UNLESS_DETERMINISTIC = (
     *_keys("runtime", "threads device kind placement learner"),
     *_keys("rollout", "max_concurrent_samples cache_gib device tensor_parallel"),
     *_keys("training", "tokens_per_micro_batch activation_checkpointing"),
-    *_keys("reward", "timeout_s memory_mb test_timeout_s"),
+    *_keys("reward", "timeout_s memory_mb test_timeout_s device"),
 )
 """Keys that change the order of additions, and so the last bits, or which scores fail."""
 

@@ -20,6 +20,7 @@ from dapo.checks.start import (
     try_reward,
 )
 from dapo.config import Config, warnings_for
+from dapo.config.composed_reward import off_gpu
 from dapo.data.source import PromptSource
 from dapo.data.template import PromptTemplate
 from dapo.environments.player import check_environment, scores_itself
@@ -109,15 +110,17 @@ class Rewards:
 
     def __init__(self, setup: Setup, tell: Callable[[str], object]) -> None:
         """Make them. Nothing is started yet. ``tell``: hears of processes that died and were replaced."""
-        config = setup.config
+        config, reward, check = setup.config, setup.config.reward, setup.config.monitor.check
+        if config.runtime.kind == "ray":  # this process sees GPUs that are the workers'
+            reward, check = off_gpu(reward), check and off_gpu(check)
         self.scorer: Scorer
         if config.runtime.kind == "ray" and config.runtime.reward.workers:
             from dapo.orchestrator.runtime.ray.rewards import RayScorer  # needs an extra
 
             self.scorer = RayScorer(config, setup.overrides.reward, tell)
         else:
-            self.scorer = make_scorer(config.reward, setup.overrides.reward)
-        self.check_scorer: Scorer | None = make_scorer(config.monitor.check) if config.monitor.check else None
+            self.scorer = make_scorer(reward, setup.overrides.reward)
+        self.check_scorer: Scorer | None = make_scorer(check) if check else None
         self.monitor = Monitor(config.monitor, self.check_scorer, config.seed)
 
     async def check(self, setup: Setup, listener: Listener) -> None:

@@ -17,6 +17,7 @@ import dapo.commands.ui
 from dapo.commands.ui import answering, models
 from dapo.commands.ui.answering import Answerer, Asked, Busy
 from dapo.commands.ui.models import Question, Questions, models_of
+from dapo.config import build_config
 from dapo.errors import UserError
 from dapo.inference.found_model import find_model
 from dapo.inference.generate import Response, generate_responses
@@ -251,6 +252,13 @@ def test_a_reward_from_python_gives_no_verdict_and_says_why(tmp_path: Path) -> N
     with serving(root) as client:
         verdict = samples_of(stream(client, row=0, samples=1))[1, 0]["verdict"]
     assert verdict["correct"] is None and "the Python function my_reward" in verdict["error"]
+
+
+def test_a_reward_model_leaves_the_gpu_to_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build_config({"model": {"path": "m"}, "reward": {"kind": "model", "path": "r", "correct_above": 0}})
+    monkeypatch.setattr(answering, "recipe_of", lambda root: config)
+    reward: Any = answering._reward_of(asked(run, "model-before"))
+    assert (reward.path, reward.device) == ("r", "cpu")
 
 
 def test_without_its_held_out_rows_a_run_offers_what_it_was_trained_on(tmp_path: Path) -> None:

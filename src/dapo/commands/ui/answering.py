@@ -19,6 +19,7 @@ from typing import Any
 from dapo.commands.ui.models import Loaded, Models, Question, recipe_of
 from dapo.commands.ui.runs import Refused
 from dapo.config import RewardConfig
+from dapo.config.composed_reward import off_gpu
 from dapo.errors import UserError
 from dapo.inference.stream import likeliest, written
 from dapo.observe.run_view import RunView
@@ -149,7 +150,7 @@ def _reward_of(asked: Asked) -> RewardConfig | str:
         return f"the reward was the Python function {function}, which only the training had"
     if asked.question.answer is None and needs_answer(config.reward):
         return "the reward needs a reference answer"
-    return config.reward
+    return off_gpu(config.reward)  # a run may need its GPU
 
 
 def _told(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dapo.config import Config
+from dapo.config.composed_reward import off_gpu
 from dapo.errors import RewardError
 from dapo.orchestrator.runtime.ray.actors import ScoringActor
 from dapo.orchestrator.runtime.ray.cluster import Cluster
@@ -56,8 +57,9 @@ class RayScorer(Scorer):
 
     async def _made(self, number: int) -> Remote:
         assert self._cluster is not None
-        remote = await self._cluster.actor(ScoringActor, self._cluster.of("reward")[number])
-        await remote.call("make", self._config.reward, self._function)
+        bundle, reward = self._cluster.of("reward")[number], self._config.reward
+        remote = await self._cluster.actor(ScoringActor, bundle)
+        await remote.call("make", reward if bundle.device == "cuda" else off_gpu(reward), self._function)
         return remote
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
