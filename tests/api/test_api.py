@@ -84,6 +84,11 @@ TWICE = pandas.DataFrame([["1=", "1", "2"]], columns=["prompt", "answer", "answe
     ("change", "kind", "expected"),
     [
         ({"settings": {"training.stepz": 1}}, ConfigError, "did you mean training.steps"),
+        (
+            {"heldout": ["a"], "settings": {"evaluation.data": "b"}},
+            ConfigError,
+            "heldout: is a, and evaluation.data is b",
+        ),
         ({"prompts": []}, DataError, "prompts: there are no rows in the list"),
         ({"prompts": [PROMPTS[0], "rows.jsonl"]}, DataError, "prompts: 1 files and 1 rows together"),
         ({"prompts": PROMPTS[0]}, DataError, "prompts: expected a list of rows or files, got a single row"),

@@ -144,6 +144,18 @@ def test_letters_that_the_tokenizer_does_not_know_are_told(model: Path, tmp_path
         ("generate", {"model": "./gone"}, ModelError, "no such folder"),
         ("generate", {"temperature": -1}, ConfigError, "temperature: evaluation.temperature"),
         ("generate", {"settings": {"sed": 1}}, ConfigError, "did you mean seed"),
+        (
+            "generate",
+            {"max_tokens": 3, "settings": {"evaluation.max_response_length": 4}},
+            ConfigError,
+            "max_tokens: is 3",
+        ),
+        (
+            "evaluate",
+            {"settings": {"evaluation.data": "b"}},
+            ConfigError,
+            "data: is the rows given, and evaluation.data",
+        ),
         ("evaluate", {"data": ["a.jsonl", "b.jsonl"]}, DataError, "2 files; evaluate one at a time"),
         ("evaluate", {"data": "gone.jsonl"}, UserError, "gone.jsonl"),
         ("evaluate", {"data": [{"prompt": "1="}]}, DataError, r"data\[0\]: no key 'answer'"),

@@ -242,7 +242,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "only prompts that are too long": Mistake("too-long", "fail", _recipe(data__max_prompt_length=2), "=4 takes them"),
     "held-out rows in the training data": Mistake(
-        "overlap", "warn", _rows(lambda all_: all_ + rows(6, 7)), "10 rows to train on"
+        "overlap", "warn", _rows(lambda all_: all_ + rows(6, 7)), "10 of 70 rows to train on (14.3%)"
     ),
     "fewer rows than a step needs": Mistake("rows", "fail", _rows(lambda all_: all_[:6]), "rollout.prompts_per_step=4"),
     "rows that went through a template": Mistake(

@@ -25,7 +25,7 @@ from dapo.checks.context import CheckContext, Finding, NotAtHand, exit_code
 from dapo.commands import app
 from dapo.commands.demo.task import make_tokenizer
 from dapo.config import build_config, load_config
-from dapo.data.source import load_prompts
+from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError
 from dapo.model import placement
@@ -416,9 +416,9 @@ def test_the_demos_recipe_has_no_warning_where_its_files_are_still_to_be_made(
 # --- in brief -----------------------------------------------------------------------------------------------------
 
 
-def in_brief(case: Path) -> list[Finding]:
+def in_brief(*changes: str) -> list[Finding]:
     """What a training hears that has loaded all of the recipe."""
-    config = load_config("recipe.yaml", ["model.path=./model"])
+    config = load_config("recipe.yaml", ["model.path=./model", *changes])
     tokenizer = load_tokenizer("./model")
     template = PromptTemplate(config.data, tokenizer)
     source = load_prompts(config.data, config.data.train, template)
@@ -431,7 +431,7 @@ def in_brief(case: Path) -> list[Finding]:
                 tokenizer=tokenizer,
                 template=template,
                 source=source,
-                heldout=(),
+                heldout=read_prompts(config.data, config.evaluation.data, template),
                 device=torch.device("cpu"),
                 scorer=scorer,
             )
@@ -440,10 +440,44 @@ def in_brief(case: Path) -> list[Finding]:
 
 
 def test_in_brief_a_good_recipe_passes_and_a_bad_verifier_is_told(case: Path) -> None:
-    assert {one.status for one in in_brief(case)} == {"pass"}
+    assert {one.status for one in in_brief()} == {"pass"}
     MISTAKES["a verifier that likes everything"].plant(case)
-    told = [one.name for one in in_brief(case) if one.status != "pass"]
+    told = [one.name for one in in_brief() if one.status != "pass"]
     assert told == ["shuffled-is-wrong"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (
+            [*rows(0, 6), *rows(6, 7)],
+            "10 of 20 rows to evaluate on (50.0%) are to be trained on, too, such as row 1: '6+0",
+        ),
+        (rows(6, 8), "20 of 20 rows to evaluate on (100.0%)"),
+    ],
+)
+def test_a_training_hears_how_much_of_its_evaluation_it_trains_on(case: Path, lines: Any, says: str) -> None:
+    write_rows(case, lines)
+    (found,) = [one for one in in_brief() if one.status != "pass"]
+    assert (found.name, found.status) == ("overlap", "warn") and says in found.found
+
+
+def test_rows_of_an_environment_are_the_same_where_all_their_keys_are(case: Path) -> None:
+    write_rows(case, [{"prompt": "0+1=", "answer": "1", "board": k} for k in range(8)])
+    write_rows(case, [{"prompt": "0+1=", "answer": "1", "board": k} for k in (7, 8)], "heldout.jsonl")
+    found = in_brief("environment.name=python", "algorithm.overlong_buffer=false")
+    assert ["1 of 2 rows" in one.found for one in found if one.name == "overlap"] == [True]
+
+
+def test_tools_that_the_model_is_not_shown_are_told_with_what_would_work(case: Path) -> None:
+    tool = '    def {}(self, a: int) -> str:\n        """Do.\n\n        Args:\n            a: It.\n        """\n\n'
+    reward = "    def reward(self, response):\n        return 1.0\n"
+    (case / "game.py").write_text(f"class Game:\n{tool.format('look')}{tool.format('move')}{reward}")
+    given = ("environment.name=game.py:Game", "algorithm.overlong_buffer=false")
+    found = complaints(doctor(*given))
+    assert set(found) == {"tools"} and found["tools"]["status"] == "warn"
+    assert "game.py:Game: look, move;" in found["tools"]["found"] and "data.template=chat" in found["tools"]["fix"]
+    assert [one.found for one in in_brief(*given) if one.name == "tools"] == [found["tools"]["found"]]
 
 
 def test_a_reward_from_python_is_not_taken_for_the_recipes(case: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from dapo.commands.train import next_commands
 from dapo.config import build_config
 from dapo.config.plan import recipe_path
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
+from dapo.orchestrator.resume import how_to_resume
 from dapo.rollout.engine import NotFiniteError
 
 RECIPE = {
@@ -100,7 +102,7 @@ def test_an_error_of_the_users_is_a_message_on_stderr_and_2(arguments: list[str]
 def test_where_there_is_no_recipe_those_that_come_with_dapo_are_named() -> None:
     said = run("train", "gsm8k").stderr
     assert said.startswith("error: gsm8k: cannot read the recipe: No such file") and said.count("\n") == 1
-    assert "those that come with dapo: cpu-demo, dapo-32b-paper, gsm8k-1gpu" in said
+    assert "those that come with dapo: cpu-demo, dapo-32b-paper, gsm8k-1gpu, cispo, dpo, dr-grpo, grpo, gspo" in said
 
 
 def test_a_recipe_that_comes_with_dapo_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +112,43 @@ def test_a_recipe_that_comes_with_dapo_goes_by_its_name(tmp_path: Path, monkeypa
     assert "`dapo demo` makes what this recipe trains on" in run("train", "cpu-demo").stderr
     (tmp_path / "cpu-demo").write_text("seed: 77\nmodel: {path: m}\n")  # a file of that name goes first
     assert "seed: 77" in run("config", "cpu-demo").stdout
+
+
+def test_the_recipes_of_methods_go_by_their_names_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "dir: runs/grpo" in run("config", "grpo").stdout
+    assert "what would work: dapo sft" in run("train", "sft").stderr
+    assert "data.train: 'pairs.jsonl' does not exist" in run("dpo", "dpo").stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("evaluate m --data a.jsonl evaluation.data=b.jsonl", "--data: is a.jsonl, and evaluation.data is b.jsonl"),
+        ("evaluate m --rows 3 evaluation.rows=4 --data a", "--rows: is 3, and evaluation.rows is 4"),
+        (
+            'evaluate m --samples 2 evaluation={"samples_per_prompt":4} --data a',
+            "--samples: is 2, and evaluation.samples_",
+        ),
+        ("generate m p --temperature 1 --set evaluation.temperature=0.5", "--temperature: is 1.0, and evaluation.temp"),
+        (
+            "generate m p --max-tokens 9 --set evaluation.max_response_length=8",
+            "--max-tokens: is 9, and evaluation.max",
+        ),
+        ("generate m p --stop x --stop y --set evaluation.stop=[x]", "--stop: is x, y, and evaluation.stop is x"),
+        ("data check a.jsonl --eval b.jsonl evaluation.data=c.jsonl", "--eval: is b.jsonl, and evaluation.data is c"),
+        ("compare a.yaml --minutes 5 training.minutes=6", "--minutes: is 5.0, and training.minutes is 6"),
+        ("compare a.yaml --minutes 5 --seeds 1,2 seed=3", "--seeds: is 1, 2, and seed is 3"),
+    ],
+)
+def test_an_option_and_a_key_that_say_two_things_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").touch()
+    result = run(*command.split())
+    assert result.exit_code == 2 and f"error: {named}" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["inspect", "ui", "report"])
@@ -338,6 +377,23 @@ def test_samples_in_json_lines_are_recommended_by_name(workplace: Path) -> None:
 def test_a_model_is_recommended_to_train_on_from(workplace: Path) -> None:
     (workplace / "model-after").mkdir()
     assert "model.path=" in next_commands(str(workplace))[0]
+
+
+def test_recommended_commands_can_be_pasted_whatever_the_name_of_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "it's a run"
+    (folder / "samples").mkdir(parents=True)
+    (folder / "model-after").mkdir()
+    for file in ("samples/step-00001.jsonl", "metrics.jsonl"):
+        (folder / file).touch()
+    told = [shlex.split(line[line.index(": dapo ") + 2 :]) for line in next_commands(str(folder))]
+    more = [f"{folder}/config.yaml", f"model.path={folder}/model-after", f"run.dir={folder}-more"]
+    assert told == [
+        ["dapo", "inspect", str(folder), "--samples"],
+        ["dapo", "train", *more],
+        ["dapo", "report", str(folder)],
+        ["dapo", "ui", str(folder)],
+    ]
+    assert shlex.split(how_to_resume(folder, [])) == ["dapo", "train", "--resume", str(folder)]
 
 
 def test_a_dry_run_tries_the_template_with_a_tokenizer_that_is_at_hand(workplace: Path) -> None:

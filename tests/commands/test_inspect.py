@@ -413,6 +413,18 @@ def test_a_spoilt_summary_is_as_good_as_none(run: RunFolder, summary: str) -> No
     assert "3 of 3" in shown(run.root)
 
 
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [("/env/bin/dapo", "dapo"), ("/env/lib/dapo/__main__.py", "dapo"), ("/mine/train.py", "/mine/train.py"), ("", "")],
+)
+def test_the_command_is_shown_as_one_types_it(run: RunFolder, program: str, shown: str) -> None:
+    words = [program, "train", "r.yaml", "data.instruction=in short"] if program else []
+    run.environment.write_text(json.dumps({"command": words}))
+    expected = f"{shown} train r.yaml 'data.instruction=in short'" if shown else ""
+    assert RunView.read(run.root).command == expected
+    assert not shown or expected in inspect(run.root).stdout
+
+
 def test_a_folder_of_runs_is_listed(tmp_path: Path, run: RunFolder) -> None:
     make_run(tmp_path / "runs" / "two", steps=1)
     (tmp_path / "runs" / "other").mkdir()

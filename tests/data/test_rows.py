@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dapo.config import DataConfig
+from dapo.config.data import DataItem
+from dapo.data.check import Measure, check_data
 from dapo.data.rows import NO_ANSWER, Keys, check_row
 from dapo.data.source import read_prompts
 from dapo.errors import ConfigError, DataError
@@ -118,13 +120,27 @@ def test_bad_rows_name_file_line_and_reason(tmp_path, line):  # failures.md 68
 
 
 def test_all_errors_of_all_files_in_one_pass(tmp_path):
-    first = write(tmp_path, *["[]"] * 15, name="a.jsonl")
-    second = write(tmp_path, *['{"prompt": "a", "answer": "1"}', "5"] * 15, name="b.jsonl")
+    first = write(tmp_path, *(" " * k + "?" for k in range(15)), name="a.jsonl")
+    good = '{"prompt": "a", "answer": "1"}'
+    second = write(tmp_path, *(line for k in range(15) for line in (good, " " * k + '{"a"?')), name="b.jsonl")
     found = errors(first, second, tmp_path / "none.jsonl")
     assert len(found) == 21
     assert "none.jsonl" in found[0]
     assert found[1].startswith(f"{first}:1:") and found[16].startswith(f"{second}:2:")
     assert "31 errors in all" in found[20]
+
+
+def test_a_reason_that_rows_have_in_common_is_told_once_with_their_number_and_the_first_places(tmp_path):
+    lines = ['{"question": "1+1="}'] * 1000 + ['{"prompt": ""}', '{"question": "1+1="}', '{"prompt": ""}']
+    file = write(tmp_path, *lines)
+    places = f"{file}:2, {file}:3, {file}:4, ..."
+    expected = [
+        f"{file}:1: no key 'prompt' (data.prompt_key); the keys are question (1,000 more with this: {places})",
+        f"{file}:1001: 'prompt' is empty (1 more with this: {file}:1003)",
+    ]
+    assert errors(file) == expected
+    checked = check_data([DataItem(path=str(file))], [], DataConfig(), Measure()).train[0]
+    assert (checked.bad, checked.faults) == (1003, expected)
 
 
 def test_bad_files(tmp_path):

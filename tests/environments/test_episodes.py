@@ -10,7 +10,7 @@ import pytest
 from dapo.data.template import PromptTemplate
 from dapo.environments.calls import tools_of
 from dapo.environments.episode import Episode, Limits, Over
-from dapo.environments.player import check_environment, player_for
+from dapo.environments.player import check_environment, hidden_tools, player_for
 from dapo.environments.trace import EPISODE_ENDS, TURN_ENDS
 from dapo.errors import ConfigError, RewardError
 from dapo.records import Prompt
@@ -271,3 +271,17 @@ def test_what_is_wrong_with_an_environment_is_told_before_the_run(tmp_path, code
     (tmp_path / "mine.py").write_text(code)
     with pytest.raises(ConfigError, match=why):
         check_environment(settings(environment__name=f"{tmp_path}/mine.py:E"))
+
+
+def test_tools_are_hidden_without_a_chat_template_unless_the_prompt_names_them():
+    config, tokenizer = settings(environment__name="python", data__template="plain"), chat_tokenizer()
+    plain = PromptTemplate(config.data, tokenizer)
+    said = [
+        hidden_tools(config, plain, Prompt(0, "", tuple(tokenizer(text)["input_ids"]))) for text in ("2+2", "python: 2")
+    ]
+    assert "the tools of python: python;" in said[0] and said[1] == ""
+    chat = settings(environment__name="python")
+    assert (
+        hidden_tools(chat, PromptTemplate(chat.data, tokenizer), Prompt(0, "", tuple(tokenizer("2+2")["input_ids"])))
+        == ""
+    )

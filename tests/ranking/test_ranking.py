@@ -130,6 +130,19 @@ def test_letters_that_the_tokenizer_lacks_are_told_once(
     assert not caplog.messages
 
 
+def test_a_composed_reward_tells_of_letters_that_its_models_lack(
+    reward_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taste = f"{{kind: model, path: {reward_model}/model-after, template: plain, max_length: 32}}"
+    recipe = tmp_path / "both.yaml"
+    recipe.write_text(
+        f"reward: {{kind: compose, parts: {{rule: {{reward: {{kind: exact}}}}, taste: {{reward: {taste}}}}}}}"
+    )
+    score_rows(load_ranker(str(recipe)), [Candidates("1+2=", ("#3", "\u00e93"), answer="3", place="f:1")])
+    (told,) = caplog.messages
+    assert told.startswith("1 of 2 responses,") and "has no token for, such as '\u00e9' in f:1: " in told
+
+
 def test_an_empty_result_stays_empty() -> None:
     assert dapo.rank(len, "", []) == []
     assert dapo.filter(lambda response: 0.0, "1+2=", ["a", "b"], threshold=0.5) == []

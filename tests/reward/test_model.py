@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
-from dapo.config import ModelReward
+from dapo.config import ComposeReward, ModelReward
+from dapo.config.composed_reward import Part
 from dapo.errors import RewardError
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer
+from dapo.reward.check import running
 from dapo.reward.model.network import load_network
 from dapo.reward.model.scorer import _load, pick_alike
 from dapo.reward.model.text import PairText
@@ -160,6 +162,24 @@ def test_correct_above_says_what_is_right(tmp_path, above, correct):
     save_with_head(tmp_path, 0.0)
     (reward,) = score_all(config(tmp_path, correct_above=above), ["4"])
     assert (reward.correct, reward.value, reward.parts) == (correct, 0.0, {"score": 0.0})
+
+
+@pytest.mark.parametrize("composed", [False, True])
+def test_prompts_with_letters_that_the_tokenizer_lacks_are_in_doubt(tmp_path, composed):
+    save(tmp_path, KINDS["gpt2"])
+    reward = config(tmp_path)
+    if composed:
+        reward = ComposeReward(kind="compose", parts={"taste": Part(reward=reward)})
+
+    async def run():
+        async with running(make_scorer(reward)) as scorer:
+            return await scorer.examine(
+                [prompt(text) for text in ("2+2=", "caf\u00e9", "na\u00efve caf\u00e9", "cafe")]
+            )
+
+    said = [(doubt.position, doubt.text.removeprefix("part taste: ")) for doubt in asyncio.run(run())]
+    lacks = "the reward model's tokenizer has no token for"
+    assert said == [(1, f"{lacks} '\u00e9'"), (2, f"{lacks} '\u00e9\u00ef'")]
 
 
 def test_a_text_that_is_too_long_fails_alone(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
@@ -91,3 +92,41 @@ def test_an_application_posts_prompts_and_feedback(tmp_path: Path) -> None:
     assert client.post("/v1/prompts", json={}, headers={"Authorization": "Bearer x"}).status_code == 401
     assert 'path="/v1/feedback"' in client.get("/metrics").text
     assert taken(file) == [(name, "1"), ("mine", "7")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_entry_of_an_answer_is_written_before_the_answer_ends(folder: Path, tmp_path: Path, stream: bool) -> None:
+    file, hook = tmp_path / "live.jsonl", tmp_path / "hook.py"
+    hook.write_text(
+        "import time\ndef slow(entry):\n    time.sleep(0 if 'feedback' in entry else 0.5)\n    return entry\n"
+    )
+    with served(folder, *PINNED, journal=Journal(file, f"{hook}:slow")) as server:
+        told = server.post("/v1/chat/completions", **(ASK | CONSENT), stream=stream).text.removeprefix("data: ")
+        name = json.loads(told.splitlines()[0])["id"]
+        assert [line["id"] for line in lines(file)] == [name]
+        server.post("/v1/feedback", id=name, edit="3")
+    assert taken(file) == [(name, "3")]
+
+
+@pytest.mark.parametrize(
+    ("redaction", "why"),
+    [
+        ("raise KeyError('user')", "KeyError: 'user'"),
+        ("return 'text'", "it returned a str"),
+        ("entry.update(file.mkdir() or {}) if not file.exists() else 0; return entry", "Is a directory"),
+    ],
+)
+def test_what_cannot_be_kept_costs_no_answer_and_feedback_hears_of_it(
+    folder: Path, tmp_path: Path, redaction: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, hook = tmp_path / "live.jsonl", tmp_path / "hook.py"
+    hook.write_text(f"from pathlib import Path\nfile = Path({str(file)!r})\ndef keep(entry):\n    {redaction}\n")
+    with (
+        served(folder, *PINNED, journal=Journal(file, f"{hook}:keep")) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as client,  # of one connection
+    ):
+        for _ in range(2):
+            assert client.post("/v1/chat/completions", json=ASK | CONSENT | {"model": server.model.name}).is_success
+            reply = client.post("/v1/feedback", json={"id": "x", "edit": "3"})
+            assert reply.status_code == 503 and why in reply.text and "nothing was kept of x" in reply.text
+    assert sum(why in line for line in caplog.messages) == 2 and "Traceback" not in caplog.text

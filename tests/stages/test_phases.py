@@ -56,6 +56,13 @@ METHOD: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("run", ["", "run:\n", "run: {dir: null}\n"])
+def test_a_stage_without_a_run_folder_gets_one_by_the_name_of_its_recipe(tmp_path: Path, run: str) -> None:
+    recipe = tmp_path / "taste.yaml"
+    recipe.write_text(f"stage: sft\nmodel: {{path: m}}\ndata: {{train: a.jsonl}}\n{run}")
+    assert load_stage("sft", recipe).run.dir == "runs/taste"
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

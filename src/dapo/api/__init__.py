@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dapo.api.rows import Data, files_or_rows
 from dapo.api.run import Run, shown
 from dapo.config import Config, build_config, flat, nested
+from dapo.config.one_value import require_one_value
 from dapo.errors import ModelError
 from dapo.inference.found_model import find_model
 from dapo.inference.model import require_loaded, with_template
@@ -122,21 +123,21 @@ def train(
     by_name = isinstance(model, str | Path)
     if not by_name:
         require_loaded(model, tokenizer, tree)
-    tree["model.path"] = str(model) if by_name else type(model).__name__
+    given: dict[str, Any] = {"model.path": ("model", str(model) if by_name else type(model).__name__)}
     if engine is not None:  # whose numbers are not quite the trainer's
         tree.setdefault("algorithm.proximal", "recompute")
     with closing(listener or make_listener()) as listener:
         train_files, rows = files_or_rows(prompts, "prompts", listener.phase)
         heldout_files, held = ([], None) if heldout is None else files_or_rows(heldout, "heldout", listener.phase)
-        named_files = {"data.train": train_files, "evaluation.data": heldout_files}
-        tree |= {key: files for key, files in named_files.items() if files}
+        given |= {"data.train": ("prompts", train_files), "evaluation.data": ("heldout", heldout_files)}
+        tree |= require_one_value(given, (), tree)
         folder = RunFolder(Path(resume)) if resume is not None else None
         config = _config(tree, folder, tokenizer)
         from dapo.orchestrator.inputs import RunOverrides
 
         reward = named(reward) if isinstance(reward, str) else reward
-        given = (None if by_name else model, tokenizer, rows, held, reward, objective, advantage, source, engine)
-        return _run(config, listener, RunOverrides(*given, trackers=trackers, metrics=metrics, resume=folder))
+        parts = (None if by_name else model, tokenizer, rows, held, reward, objective, advantage, source, engine)
+        return _run(config, listener, RunOverrides(*parts, trackers=trackers, metrics=metrics, resume=folder))
 
 
 def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -> Config:

@@ -82,9 +82,9 @@ def evaluate(
         files, rows = files_or_rows(data, "data", listener.phase)
         if len(files) > 1:
             raise DataError(f"data: {len(files)} files; evaluate one at a time, each has a result of its own")
-        layer = {"evaluation": {"data": files or [_ROWS], "rows": None}}
-        given = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens, "server": server}
-        found, config = _settings(model, tokenizer, layer, settings, **given)
+        given: dict[str, Any] = {"data": files or [_ROWS], "samples": samples, "temperature": temperature}
+        given |= {"max_tokens": max_tokens, "server": server}
+        found, config = _settings(model, tokenizer, {"evaluation": {"rows": None}}, settings, **given)
         named_reward = reward is not None or any(key.startswith("reward") for key, _ in flat(settings or {}))
         if not named_reward and (why := function_of(found)):
             raise ConfigError(f"reward: {why}; give it, evaluate(..., reward=...), or another one, such as reward.kind")
@@ -144,7 +144,7 @@ def _settings(
     changes = dict(flat(settings or {}))
     if _loaded(model) is not None:
         require_loaded(model, tokenizer, changes)
-    return settings_for(model, given, layer, nested(changes))
+    return settings_for(model, given, layer, settings=nested(changes))
 
 
 def _loaded(model: Any) -> Any:

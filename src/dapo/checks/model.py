@@ -13,6 +13,7 @@ from dapo.checks.start import check_lengths, check_vocabulary, longest_sequence,
 from dapo.config.reading import with_values
 from dapo.config.stages import StageConfig
 from dapo.data.template import PromptTemplate
+from dapo.environments.player import SHOW_TOOLS, hidden_tools
 from dapo.errors import ConfigError, DataError, ModelError, UserError, extra, first_line
 from dapo.model import loading
 from dapo.model.adapters import adapter_parameters, find_adapter
@@ -321,6 +322,12 @@ def check_chat(context: CheckContext) -> Iterator[Finding]:
         fix = "data.instruction=TEXT, which stands in the user's message, or another data.chat_template=FILE"
         text = f"the chat template leaves data.system out: {data.system[:60]!r} is in no prompt"
         yield _warning("chat-template", text, fix)
+
+
+def check_tools(context: CheckContext) -> Iterator[Finding]:
+    source, template = context.need(context.source, "tokenized data"), context.need(context.template, "template")
+    if told := hidden_tools(context.config, template, source.prompts[0]):
+        yield _warning("tools", told, SHOW_TOOLS)
 
 
 def check_weights(context: CheckContext) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from dapo.checks import answers
 from dapo.checks.context import CheckContext, Finding
 from dapo.config import Config
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, prompt_identity
+from dapo.data.overlap import exact_key
 from dapo.data.rows import EATEN, NO_ANSWER
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate, carries_instruction, lost_letters
@@ -33,6 +35,7 @@ _MEND_ALL = (
     "mend them (JSON lines, a JSON array or Parquet, as UTF-8; one answer a row, as text or a number), or set the "
     "keys as the file has them (data.prompt_key, data.answer_key)"
 )
+_MEND_OVERLAP = "take them out of data.train: what the evaluation says of them is memory"
 
 
 def check_rows(context: CheckContext) -> Iterator[Finding]:
@@ -120,13 +123,35 @@ def _repeated_rows(found: CheckReport, config: Config) -> Iterator[Finding]:
     yield from _told("duplicates", repeated, text, "keep one row of each, unless they are to be drawn more often")
     exact = sum(pair.exact for pair in found.overlap)
     example = found.overlap[0].examples[0] if exact else ""
-    text = f"{exact:,} rows to train on hold a prompt that is evaluated on, such as {example}"
-    fix = "take them out of data.train: what the evaluation says of them is memory"
-    yield from _told("overlap", exact, text, fix)
+    text = (
+        f"{exact:,} of {rows:,} rows to train on ({exact / max(rows, 1):.1%}) hold a prompt that is evaluated on, such "
+    )
+    text += f"as {example}"
+    yield from _told("overlap", exact, text, _MEND_OVERLAP)
 
 
 def _first_fault(reports: Sequence[FileReport]) -> str:
     return next((report.faults[0] for report in reports if report.faults), "")
+
+
+def check_overlap(context: CheckContext) -> Iterator[Finding]:
+    """Whether rows that were looked at are evaluated on. Of a recipe :func:`check_rows` compares whole files, but for
+    rows of an environment, which other keys than the prompt tell apart."""
+    on = context.config.environment.on
+    if not context.heldout or not (context.at_start or on):
+        return
+
+    def key(prompt: Prompt) -> tuple[int, str]:
+        others = json.dumps([prompt.answer, prompt.meta], sort_keys=True, default=str) if on else ""
+        return exact_key(prompt.text), others
+
+    trained = {key(prompt) for prompt in context.need(context.source, "tokenized data").untokenized()}
+    both = [prompt for prompt in context.heldout if key(prompt) in trained]
+    text = (
+        f"{len(both):,} of {len(context.heldout):,} rows to evaluate on ({len(both) / len(context.heldout):.1%}) are "
+    )
+    text += f"to be trained on, too, such as row {both[0].row + 1}: {both[0].text[:60]!r}" if both else ""
+    yield from _told("overlap", len(both), text, _MEND_OVERLAP)
 
 
 # --- the prompts that are drawn from ------------------------------------------------------------------------------

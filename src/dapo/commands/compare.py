@@ -62,7 +62,9 @@ def _compare(words: list[str], out: Path, options: dict[str, Any], quiet: bool) 
     from dapo.commands.train import stopped_by_signals
     from dapo.comparison.folder import is_comparison
     from dapo.comparison.pages import WIN_HEADER, win_lines, write_pages, write_tables
+    from dapo.comparison.recipes import BUDGETS
     from dapo.comparison.wins import judge
+    from dapo.config.one_value import require_one_value
     from dapo.observe.progress import make_listener
 
     root, listener = Path(words[0]), make_listener(quiet)
@@ -79,6 +81,8 @@ def _compare(words: list[str], out: Path, options: dict[str, Any], quiet: bool) 
             options["seeds"] = [int(seed) for seed in options["seeds"].split(",")]
         except ValueError:
             raise ConfigError(f"--seeds {options['seeds']}: expected whole numbers, such as 1,2,3") from None
+        named: dict[str, Any] = {f"training.{key}": (f"--{key}", options[key]) for key in BUDGETS}
+        require_one_value({"seed": ("--seeds", options["seeds"]), **named}, changes)
         with stopped_by_signals(again="the same command") as shutdown:
             shutdown.run = out
             table = compare_recipes(recipes, changes, out=out, listener=listener, **options)

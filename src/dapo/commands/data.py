@@ -74,7 +74,7 @@ def check(
         from dapo.reward.build import needs_answer
         from dapo.util.escapes import eaten_in
 
-        config = _config(recipe, words or [])
+        config = _config(recipe, words or [], against or [])
         train, evaluation = _files(config, recipe, words or [], against or [])
         every = (*train, *evaluation)
         if output is not None:
@@ -124,7 +124,7 @@ def clean(
             raise ConfigError(
                 "name the files to read and, last, the file to write: dapo data clean rows.jsonl out.jsonl"
             )
-        out, config = Path(target), _config(recipe, words)
+        out, config = Path(target), _config(recipe, words, against or [])
         if (there := out.exists() or out.is_symlink()) or out.suffix != ".jsonl":
             why = "it exists already" if there else "its name has to end in .jsonl"
             raise ConfigError(f"{target}: cannot be written: {why}")
@@ -183,11 +183,13 @@ def _verifier(config: Config) -> Callable[[str, str], bool] | None:
 # --- what was asked for -------------------------------------------------------------------------------------------
 
 
-def _config(recipe: Path | None, words: Sequence[str]) -> Config:
+def _config(recipe: Path | None, words: Sequence[str], against: Sequence[str]) -> Config:
     from dapo.config import load_config
+    from dapo.config.one_value import require_one_value
     from dapo.config.reading import config_of_overrides
 
     overrides = [word for word in words if is_setting(word)]
+    require_one_value({"evaluation.data": ("--eval", against)}, overrides)
     return load_config(recipe, overrides) if recipe else config_of_overrides(overrides)[0]
 
 
@@ -255,9 +257,8 @@ def report_lines(found: CheckReport, config: Config, doubts: Sequence[str] = ())
         if reports:
             yield from _block(title, _table(reports, short))
     for report in (*found.train, *found.evaluation):
-        more = [f"... and {report.bad - len(report.faults):,} more"] if report.bad > len(report.faults) else []
         if report.bad:
-            yield from _block(f"Bad rows of {report.file}: {report.bad:,}", [*report.faults, *more])
+            yield from _block(f"Bad rows of {report.file}: {report.bad:,}", report.faults)
         for what, (count, examples) in report.doubts.items():
             yield from _block(f"warning: {count:,} rows of {report.file} {what}, such as", map(visible, examples))
     for title, reports in (("training", found.train), ("evaluation", found.evaluation)):

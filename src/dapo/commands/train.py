@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -122,7 +123,11 @@ def stopped_by_signals(
             if shutdown.signal is None:
                 raise
             code = shutdown.exit_code
-            can = f"to go on: {again.format(run=shutdown.run)}" if shutdown.run else "before the run had begun"
+            can = (
+                f"to go on: {again.format(run=shlex.quote(str(shutdown.run)))}"
+                if shutdown.run
+                else "before the run had begun"
+            )
             complain(f"stopped by {shutdown.signal.name}, {can} (exit code {code})")
             raise typer.Exit(code) from None
 
@@ -131,16 +136,16 @@ def next_commands(run_dir: str | None) -> list[str]:
     """What to do after a run, as far as the files for it exist."""
     if run_dir is None:
         return []
-    folder = Path(run_dir)
+    folder, named = Path(run_dir), shlex.quote(str(Path(run_dir)))
     lines = []
     if any((folder / "samples").glob("step-*.jsonl")):
-        lines.append(f"read what the model wrote: dapo inspect {folder} --samples")
+        lines.append(f"read what the model wrote: dapo inspect {named} --samples")
     if (folder / "model-after").is_dir():
-        command = f"dapo train {folder / 'config.yaml'} model.path={folder / 'model-after'} run.dir={folder}-more"
-        lines.append(f"train on from here: {command}")
+        more = [f"{folder / 'config.yaml'}", f"model.path={folder / 'model-after'}", f"run.dir={folder}-more"]
+        lines.append(f"train on from here: dapo train {shlex.join(more)}")
     if (folder / "metrics.jsonl").is_file():
-        lines.append(f"what changed, what it cost and what it wrote, as one page: dapo report {folder}")
-        lines.append(f"see it in the browser: dapo ui {folder}")
+        lines.append(f"what changed, what it cost and what it wrote, as one page: dapo report {named}")
+        lines.append(f"see it in the browser: dapo ui {named}")
     return lines
 
 

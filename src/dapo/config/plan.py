@@ -144,7 +144,8 @@ _CHECKOUT = Path(__file__).parents[3] / "recipes"
 
 
 def shipped_recipes() -> list[Path]:
-    return sorted((_INSTALLED if _INSTALLED.is_dir() else _CHECKOUT).glob("*.yaml"))
+    root = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+    return [*sorted(root.glob("*.yaml")), *sorted(root.glob("method/*.yaml"))]
 
 
 def _by_name() -> dict[str, Path]:
@@ -154,6 +155,13 @@ def _by_name() -> dict[str, Path]:
 def existing_recipe(recipe: str | Path) -> Path:
     """``recipe``, or where there is no such file and it is only the name of a shipped one, that one's file."""
     return Path(recipe) if os.path.exists(recipe) else _by_name().get(str(recipe), Path(recipe))  # noqa: PTH110
+
+
+def name_run_folder(tree: dict[str, Any], recipe: Path) -> None:
+    """Of a recipe that names none: by the recipe's own name."""
+    run = tree["run"] = {} if tree.get("run") is None else tree["run"]
+    if isinstance(run, dict) and run.get("dir") is None:
+        run["dir"] = f"runs/{recipe.stem}"
 
 
 def demo_of(recipe: Path) -> str | None:

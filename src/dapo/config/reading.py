@@ -15,7 +15,7 @@ from dapo.config.composed_reward import REWARD_KINDS, ComposeReward, RewardConfi
 from dapo.config.data import DataItem
 from dapo.config.messages import build_tree, fields_at
 from dapo.config.on_resume import without_gone
-from dapo.config.plan import existing_recipe, shipped_recipes
+from dapo.config.plan import existing_recipe, name_run_folder, shipped_recipes
 from dapo.config.secrets import require_secrets
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
@@ -32,9 +32,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError: with every problem found, each with file, line and key."""
     tree, where = read_recipe(path := existing_recipe(recipe), overrides)
     _require_run(tree, path)
-    run = tree["run"] = {} if tree.get("run") is None else tree["run"]
-    if isinstance(run, dict) and run.get("dir") is None:
-        run["dir"] = f"runs/{path.stem}"
+    name_run_folder(tree, path)
     return beside(build_config(tree, str(path), where, path), path.parent)
 
 

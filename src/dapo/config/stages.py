@@ -15,7 +15,7 @@ from yaml import YAMLError
 from dapo.config.common import HeldOutConfig, OptimizerConfig
 from dapo.config.data import Files, WritingConfig
 from dapo.config.messages import build_tree
-from dapo.config.plan import existing_recipe
+from dapo.config.plan import existing_recipe, name_run_folder
 from dapo.config.reading import file_beside, items_beside, load_yaml, read_recipe, with_values
 from dapo.config.runtime import RuntimeConfig
 from dapo.config.section import Problems, Section
@@ -186,9 +186,7 @@ def load_stage(stage: str, recipe: str | Path, overrides: Sequence[str] = ()) ->
     Raises ConfigError: with every problem found, each with file, line and key."""
     path = existing_recipe(recipe)
     tree, where = read_recipe(path, overrides)
-    run = tree.setdefault("run", {})
-    if isinstance(run, dict) and run.get("dir") is None:
-        run["dir"] = f"runs/{path.stem}"
+    name_run_folder(tree, path)
     return beside(build_stage(stage, tree, str(path), where), path.parent)
 
 

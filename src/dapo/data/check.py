@@ -22,11 +22,11 @@ from dapo.config.data import DataItem
 from dapo.data.cache import cached, key_of
 from dapo.data.overlap import METHOD, Hit, exact_key, find_overlap, words_of
 from dapo.data.parts import Part, Rows, encode, keys_of, open_table
-from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys
+from dapo.data.rows import SHOWN_FAULTS, SHOWN_PLACES, BadRow, Keys, by_reason
 from dapo.data.template import PromptTemplate, lost_letters
 from dapo.errors import DataError
 
-_VERSION = 4
+_VERSION = 5
 _ROWS = "rows.bin"
 _EXAMPLES = 5
 
@@ -91,7 +91,7 @@ class FileReport:
     rows: int
     bad: int
     faults: list[str]
-    """The first ones, as ``file:line: reason``."""
+    """As ``file:line: reason``, a line for each reason."""
     doubts: dict[str, tuple[int, list[str]]]
     """Rows that can be used and may be wrong (:meth:`Row.doubts`), by kind: how many, and the first of them, as
     ``file:line: key holds ...``."""
@@ -216,7 +216,10 @@ def _scan(rows: Rows, keys: Keys, limit: int, measure: Measure, template: Load, 
         content=table.content(),
         rows=len(table),
         bad=facts["bad"],
-        faults=[f"{table.place(row)}: {reason}" for row, reason in facts["faults"]],
+        faults=by_reason(
+            {reason: (count, [*map(table.place, first)]) for reason, (count, first) in facts["faults"].items()},
+            facts["bad"],
+        ),
         doubts={
             what: (count, [f"{table.place(row)}: {said}" for row, said in first])
             for what, (count, first) in facts["doubts"].items()
@@ -234,7 +237,7 @@ def _read_all(
     rows: Rows, folder: Path, unit: str, template: PromptTemplate | None, progress: Progress
 ) -> dict[str, Any]:
     lengths = Lengths(unit)
-    faults: list[tuple[int, str]] = []
+    faults: dict[str, tuple[int, list[int]]] = {}
     doubts: dict[str, tuple[int, list[tuple[int, str]]]] = {}
     bad = missing = 0
     with (folder / _ROWS).open("wb") as found:
@@ -246,8 +249,9 @@ def _read_all(
                 ids = encode(row, template) if template else ()
             except BadRow as fault:
                 bad += 1
-                if len(faults) < SHOWN_FAULTS:
-                    faults.append((number, str(fault)))
+                if (reason := str(fault)) in faults or len(faults) < SHOWN_FAULTS:
+                    count, numbers = faults.get(reason, (0, []))
+                    faults[reason] = (count + 1, [*numbers, number][:SHOWN_PLACES])
                 continue
             lost = lost_letters(row.text, template.text(list(ids))) if template else ()
             unknown = [("hold letters that the tokenizer has no token for", repr("".join(lost)))] if lost else []

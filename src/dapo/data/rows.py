@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from dapo.errors import shortened
 from dapo.util.escapes import eaten_in
 
-SHOWN_FAULTS = 20
+SHOWN_FAULTS, SHOWN_PLACES = 20, 4
 EATEN, NO_ANSWER = "hold control characters", "have a placeholder for an answer"
 """What may be wrong with rows that can be used (:meth:`Row.doubts`)."""
 _NO_ANSWER = re.compile(
@@ -84,11 +84,23 @@ class BadRow(Exception):
     """A row cannot be used. The message is the reason, without the place."""
 
 
-def listed(faults: list[str]) -> str:
-    shown = faults[:SHOWN_FAULTS]
-    if len(faults) > len(shown):
-        shown.append(f"... and {len(faults) - len(shown)} more; {len(faults)} errors in all")
-    return "\n".join(shown)
+def listed(faults: Sequence[str]) -> str:
+    """``faults``, each as ``place: reason``, by their reasons."""
+    found: dict[str, list[str]] = {}
+    for place, _, reason in (fault.partition(": ") for fault in faults):
+        found.setdefault(reason, []).append(place)
+    return "\n".join(by_reason({reason: (len(places), places) for reason, places in found.items()}, len(faults)))
+
+
+def by_reason(found: Mapping[str, tuple[int, Sequence[str]]], faults: int) -> list[str]:
+    """A line for each reason. ``found``: how many faults have it, and the first places. ``faults``: how many in all."""
+    lines, shown = [], list(found.items())[:SHOWN_FAULTS]
+    for reason, (count, (first, *others)) in shown:
+        also = ", ".join(others[: SHOWN_PLACES - 1]) + ", ..." * (count > SHOWN_PLACES)
+        lines.append(f"{first}: {reason}" + f" ({count - 1:,} more with this: {also})" * (count > 1))
+    if rest := faults - sum(count for _, (count, _) in shown):
+        lines.append(f"... and {rest:,} more; {faults:,} errors in all")
+    return lines
 
 
 class _Number(str):

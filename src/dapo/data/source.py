@@ -49,7 +49,7 @@ class DataReport:
     doubts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Rows that can be used and may be wrong (:meth:`Row.doubts`), by kind, as ``file:line: key holds ...``."""
     faults: tuple[str, ...] = ()
-    """The first bad rows, as ``file:line: reason``."""
+    """Why rows are bad, as ``file:line: reason``, a line for each reason."""
 
     @property
     def usable(self) -> int:
@@ -97,7 +97,7 @@ def preview(
         longest=max(fitting),
         bad=len(bad),
         doubts=doubts,
-        faults=tuple(list(bad.values())[:SHOWN_FAULTS]),
+        faults=tuple(listed(list(bad.values())).splitlines()),
     )
     return good, set(bad), report
 

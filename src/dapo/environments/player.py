@@ -7,6 +7,7 @@ verdict; one whose episode is cancelled is killed with all that it started.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
@@ -172,6 +173,25 @@ def check_environment(config: Config) -> list[Any]:
     if kind is PythonTool:
         sandbox()
     return tools_of(kind, "environment.name")
+
+
+def hidden_tools(config: Config, template: PromptTemplate, prompt: Prompt) -> str:
+    """What to say where no chat template writes the environment's tools and the prompt does not name them."""
+    if template.source or not config.environment.name:
+        return ""
+    tools = tools_of(environment_class(config.environment.name), "environment.name")
+    names, seen = [tool["function"]["name"] for tool in tools], template.text(prompt.token_ids)
+    hidden = [name for name in names if not re.search(rf"\b{name}\b", seen)]
+    told = (
+        f"the model is not shown the tools of {config.environment.name}: {', '.join(hidden)}; a prompt does not name "
+    )
+    return f"{told}them, and there is no chat template to write them (data.template={config.data.template})" * bool(
+        hidden
+    )
+
+
+SHOW_TOOLS = "data.template=chat with a model that has a chat template, or data.instruction=TEXT that describes them"
+"""What would work then."""
 
 
 def scores_itself(config: Config) -> bool:

@@ -85,8 +85,8 @@ class Evaluation:
         """Shares by name: ``truncated`` and ``failed`` (scores) of all samples, the others of those with a verdict.
 
         ``correct``, ``wrong`` (an answer that is not right) and ``no_answer`` (none was found: the format, not the
-        mathematics) add up to 1. ``lenient``: correct, or the last number of the response is the reference; only where
-        all references are numbers. What the reward has no notion of is left out.
+        mathematics) add up to 1. ``lenient``: correct, or the last number of the response is the reference; only of a
+        reward that looks for an answer, where all references are numbers. What the reward has no notion of is left out.
         """
         samples, scored = [s for g in self.groups for s in g.samples], self.samples
         found = {
@@ -100,11 +100,11 @@ class Evaluation:
             found["correct"] = sum(bool(s.verdict.correct) for s in scored) / len(scored)
             if len(told) == len(scored):
                 found["wrong"] = sum(not v.correct and bool(v.parts["answer_found"]) for v in told) / len(told)
-            references = [reference_number(g.prompt.answer) for g in self.groups]
-            if None not in references:
-                pairs = [(s, ref) for g, ref in zip(self.groups, references, strict=True) for s in g.scored]
-                right = sum(bool(s.verdict.correct) or last_number(s.text) == ref for s, ref in pairs)
-                found["lenient"] = right / len(pairs)
+                references = [reference_number(g.prompt.answer) for g in self.groups]
+                if None not in references:
+                    pairs = [(s, ref) for g, ref in zip(self.groups, references, strict=True) for s in g.scored]
+                    right = sum(bool(s.verdict.correct) or last_number(s.text) == ref for s, ref in pairs)
+                    found["lenient"] = right / len(pairs)
         return found
 
     def estimates(self, wanted: Sequence[int] | None = None) -> dict[str, Estimate]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.config import Config, load_config, nested
 from dapo.config.data import DataConfig, DataItem
+from dapo.config.one_value import require_one_value
 from dapo.config.reading import layered_config, with_values
 from dapo.config.secrets import require_secrets
 from dapo.config.stages import load_stage, stage_named
@@ -111,10 +112,12 @@ def settings_for(
     *layers: Mapping[str, Any],
     recipe: Path | None = None,
     overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[FoundModel, Config]:
     """A model by name, or a loaded one, and the settings for it: ``layers``, over them ``options`` by the names that
-    messages tell (``--top-p`` or ``top_p``; None or []: not given), and all else as for :func:`inference_config`.
-    Raises UserError: there is no such model, or a setting is wrong."""
+    messages tell (``--top-p`` or ``top_p``; None or []: not given) and ``settings``, a tree, and all else as for
+    :func:`inference_config`.
+    Raises UserError: there is no such model, or a setting is wrong, or differs from an option for the same key."""
     from dapo.model.hub import require_at_hand
 
     by_name = isinstance(model, str | Path)
@@ -128,9 +131,11 @@ def settings_for(
             name = option.lstrip("-").replace("-", "_")
             key = _OPTIONS.get(name, f"evaluation.{name}")
             given[key], where[key] = value, option
+    require_one_value({key: (where[key], value) for key, value in given.items()}, overrides, settings)
     if "rollout.url" in given:
         given["rollout.engine"] = "openai"
-    return found, inference_config(found, *layers, nested(given), recipe=recipe, overrides=overrides, where=where)
+    layers = (*layers, nested(given), settings or {})
+    return found, inference_config(found, *layers, recipe=recipe, overrides=overrides, where=where)
 
 
 def require_loaded(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> None:

@@ -6,6 +6,8 @@ What is missing, or half written, because the run is young or was killed is None
 from __future__ import annotations
 
 import fcntl
+import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -149,6 +151,13 @@ class RunView:
                 said = alarms.observe(entry["step"], entry)[1]
                 alarms.settle()
                 yield entry["step"], alarms.found, said
+
+    @property
+    def command(self) -> str:
+        """That of the run, as one types it: what is recorded is the path of a file. Empty: none is recorded."""
+        program, *words = [str(word) for word in self.environment.get("command") or [""]]
+        program = "dapo" if re.search(r"(^|/)dapo(/__main__\.py)?$", program) else program
+        return shlex.join([program, *words] if program else [])
 
     @property
     def steps_planned(self) -> int | None:

@@ -212,7 +212,7 @@ def training_prompts(
         )
     looked_at = f"{report.rows}" if report.whole else f"the first {report.checked} (of {report.rows})"
     for fault in report.faults:
-        listener.warning(f"data.train: a bad row is skipped: {fault}")
+        listener.warning(f"data.train: bad rows are skipped: {fault}")
     noted = [
         (report.bad, "rows are bad and skipped"),
         (report.too_long, f"prompts are longer than data.max_prompt_length={data.max_prompt_length} and left out"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -55,7 +56,7 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
 def how_to_resume(run: Path, in_memory: Sequence[str]) -> str:
     """What goes on with a run. ``in_memory``: arguments of ``dapo.train`` that its folder does not hold."""
     if not in_memory:
-        return f"dapo train --resume {run}"
+        return f"dapo train --resume {shlex.quote(str(run))}"
     # a loaded model was trained in place, so it is no longer what the run began with
     model = f'"{run}/model-before"' if "model" in in_memory else "..."
     same = [name for name in in_memory if name not in ("model", "tokenizer")]

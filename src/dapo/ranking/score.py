@@ -99,8 +99,8 @@ def _warn_of_lost_letters(ranker: Scorer, rows: Sequence[Candidates]) -> None:
     every = [(row, row.prompt_text, text) for row in rows for text in row.texts]
     lost = list[tuple[Candidates, list[str]]]()
     for row, prompt, text in every:
-        seen = ranker.read_back(prompt, text)
-        if seen is not None and (letters := lost_letters(f"{prompt}\n{text}", seen)):
+        several = [lost_letters(f"{prompt}\n{text}", seen) for seen in ranker.read_back(prompt, text)]
+        if letters := next(filter(None, several), None):
             lost.append((row, letters))
     if lost:
         row, letters = lost[0]
@@ -214,12 +214,12 @@ class ImplicitScorer(Scorer):
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         return await self._batches.submit((prompt.meta.get(_MESSAGES, prompt.text), response))
 
-    def read_back(self, prompt: str, response: str) -> str | None:
+    def read_back(self, prompt: str, response: str) -> Sequence[str]:
         from dapo.data.rows import BadRow
 
         with contextlib.suppress(BadRow):  # its score says so
-            return str(self._text.read_back(prompt, response))
-        return None
+            return (self._text.read_back(prompt, response),)
+        return ()
 
     async def close(self) -> None:
         await self._batches.close()

@@ -50,9 +50,10 @@ class Scorer:
         """Of each response to one prompt, in their order, as :meth:`score` gives it."""
         return list(await asyncio.gather(*(self.score(prompt, response) for response in responses)))
 
-    def read_back(self, prompt: str, response: str) -> str | None:
-        """What is left of the two in tokens, of a scorer that has started; None: it reads text as it is."""
-        return None
+    def read_back(self, prompt: str, response: str) -> Sequence[str]:
+        """What is left of the two in tokens, by each model of a scorer that has started; empty: it reads text as it
+        is."""
+        return ()
 
     async def close(self) -> None:
         """Stop all workers, within a bounded time."""

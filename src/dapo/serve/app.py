@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -24,7 +24,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import ValidationError
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
@@ -88,8 +87,8 @@ class Service(Progress):
 class _Events(StreamingResponse):
     """Server-sent events. However it ends, so does what makes them."""
 
-    def __init__(self, events: AsyncGenerator[str], headers: Mapping[str, str], background: BackgroundTask) -> None:
-        super().__init__(events, 200, {"Cache-Control": "no-cache", **headers}, "text/event-stream", background)
+    def __init__(self, events: AsyncGenerator[str], headers: Mapping[str, str]) -> None:
+        super().__init__(events, 200, {"Cache-Control": "no-cache", **headers}, "text/event-stream")
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,22 +157,26 @@ async def _answer(service: Service, request: Request, journal: Journal | None) -
         service.tokens.labels("prompt").inc(job.prompt_tokens)
         service.tokens.labels("response").inc(reply.completion_tokens)
 
-    async def keep() -> None:  # once the answer is sent; no thread for those that nothing is kept of
+    async def keep() -> None:  # before the answer ends: feedback on it stands behind it, and a kill does not lose it
         if journal is not None and (entry := _entry(body, reply)):
-            await in_thread(journal.add, entry)  # which waits for the disk
+            try:
+                await in_thread(journal.add, entry)  # as it waits for the disk
+            except HTTPException as error:  # the answer is none the worse for it
+                _log.warning("%s", error.detail)
 
     with service.room.taken(0 if chooser is None else body.each * len(body.given)):
         told, parts = await unless_gone(request, _begun(served, job, body.stream))  # what is refused has its status
         if body.stream:
             service.first.observe(time.perf_counter() - started)
             headers = {"version": str(max(told[0][1].versions, default=0))}
-            return _Events(_events(reply, told[0], parts, count), headers, BackgroundTask(keep))
+            return _Events(_events(reply, told[0], parts, keep, count), headers)
         if chooser is None:
             whole = reply.whole(told)
         else:
             whole = await unless_gone(request, choose(chooser, body, served, told, reply))
+    await keep()
     count()
-    return JSONResponse(whole, headers={"version": str(reply.version)}, background=BackgroundTask(keep))
+    return JSONResponse(whole, headers={"version": str(reply.version)})
 
 
 def _entry(body: SamplingRequest, reply: Reply) -> dict[str, Any] | None:
@@ -198,7 +201,11 @@ async def _begun(served: ServedModel, job: Job, stream: bool) -> tuple[list[_Num
 
 
 async def _events(
-    reply: Reply, first: _Numbered | None, parts: AsyncGenerator[_Numbered], count: Callable[[], None]
+    reply: Reply,
+    first: _Numbered | None,
+    parts: AsyncGenerator[_Numbered],
+    keep: Callable[[], Awaitable[None]],
+    count: Callable[[], None],
 ) -> AsyncGenerator[str]:
     try:
         async with aclosing(parts):
@@ -206,6 +213,8 @@ async def _events(
                 told = [reply.chunk(*first), reply.last_chunk()]
                 # the end comes in one piece, as each takes a call of the system
                 event = "".join(_event(chunk) for chunk in told if chunk) + "data: [DONE]\n\n" * reply.ended
+                if reply.ended:
+                    await keep()
                 if event:
                     yield event
                 first = await anext(parts, None)

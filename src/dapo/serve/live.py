@@ -15,13 +15,15 @@ from typing import Any, Literal
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import BaseModel, model_validator
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
+from dapo.errors import ConfigError, UserError
 from dapo.util.files import append_lines
 from dapo.util.gate import WorkGate, add_reports
 from dapo.util.serving import Address, Progress, run_service
-from dapo.util.user_code import load_named
+from dapo.util.user_code import call_own, load_named
 
 CONSENT = "training"
 _MOST_BODY = 16 * 2**20
@@ -37,11 +39,17 @@ class Journal:
         )
 
     def add(self, entry: dict[str, Any]) -> bool:
-        """Write a line at once; whether there was anything left to write."""
-        kept = self._redact({**entry, "time": time.time()})
-        if kept is None:
-            return False
-        append_lines(self.file, [kept], rights=0o600)  # what users wrote is for the owner's eyes
+        """Write a line at once; whether there was anything left to write.
+        Raises HTTPException: 503, the redaction failed, or the file cannot be written."""
+        try:
+            kept = call_own("--redact", self._redact, {**entry, "time": time.time()})
+            if kept is None:
+                return False
+            if not isinstance(kept, dict):
+                raise ConfigError(f"--redact: it returned a {type(kept).__name__}, not an entry (a dict) or None")
+            append_lines(self.file, [kept], rights=0o600)  # what users wrote is for the owner's eyes
+        except (UserError, OSError) as error:
+            raise HTTPException(503, f"{self.file}: nothing was kept of {entry['id']}: {error}") from None
         return True
 
 

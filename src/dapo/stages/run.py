@@ -8,6 +8,7 @@ been done of a step is in the state, from which a resumed run goes on to the sam
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -287,7 +288,7 @@ class StageRun(KeptRun):
         stage, root = self.config.stage, self.folder.root
         if self.setup.overrides.in_memory:
             return f'dapo.{stage}(...) with the same arguments and resume="{root}"'
-        return f"dapo {stage.replace('_', '-')} --resume {root}"
+        return f"dapo {stage.replace('_', '-')} --resume {shlex.quote(str(root))}"
 
     def _facts(self) -> Mapping[str, Any]:
         facts: dict[str, Any] = {"stage": self.config.stage, "updates": self.learner.facts.updates}

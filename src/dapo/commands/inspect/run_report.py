@@ -63,7 +63,7 @@ def facts(run: RunView) -> list[tuple[str, str]]:
         "steps": run.progress,
         "wall time": "" if run.seconds is None else duration(run.seconds),
         "started": run.environment.get("started", ""),
-        "command": " ".join(map(str, run.environment.get("command") or [])),
+        "command": run.command,
         "model": _get(run.config, "model", "path"),
         "engine": f"{engine} {_get(run.environment, 'packages', engine)}".strip(),
         "seed": run.config.get("seed", ""),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dapo.commands.inspect.run_report import facts
@@ -291,11 +290,8 @@ def _reproduce(run: RunView) -> list[Block]:
     git = environment.get("git")
     if isinstance(git, Mapping) and git.get("commit"):
         lines.append(f"git checkout {git['commit']}" + ("  # files differed from it" if git.get("dirty") else ""))
-    command = [str(word) for word in environment.get("command") or []]
-    if command:  # as one types it: what is recorded is the path of a file
-        path = Path(command[0])
-        program = ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
-        lines.append(shlex.join(program + command[1:]))
+    if run.command:
+        lines.append(run.command)
     lines.append("# or, from the recipe as it was resolved:")
     # the run folder as its recipe names it: relative to the folder that the command was started in
     place = (isinstance(section, Mapping) and section.get("dir")) or run.folder.root
