@@ -305,7 +305,7 @@ def test_a_snapshot_takes_main_memory_on_a_gpu_too(case: Path, monkeypatch: pyte
     context = CheckContext(load_config("recipe.yaml", ["model.path=./model"]), shape=shape, device=torch.device("cuda"))
     for bytes_, status in ((12 * parameters, "pass"), (12 * parameters - 1, "fail")):
         monkeypatch.setattr(memory, "free_memory", lambda bytes_=bytes_: bytes_)
-        assert [one.status for one in memory.check_snapshot(context)] == [status]
+        assert [one.status for one in settings.check_snapshot(context)] == [status]
 
 
 def test_a_snapshot_of_an_adapter_is_small_and_moments_in_main_memory_count(
@@ -319,7 +319,7 @@ def test_a_snapshot_of_an_adapter_is_small_and_moments_in_main_memory_count(
         found = []
         for bytes_ in free:
             monkeypatch.setattr(memory, "free_memory", lambda bytes_=bytes_: bytes_)
-            found += [one.status for one in memory.check_snapshot(context)]
+            found += [one.status for one in settings.check_snapshot(context)]
         return found
 
     assert statuses(20 * every, 20 * every - 1) == ["pass", "fail"]

@@ -61,7 +61,7 @@ def entries() -> list[Entry]:
         Entry("server", "machine", model.check_server),
         Entry("disk", "machine", settings.check_disk, at_start=True),
         Entry("memory", "machine", memory.check_memory, at_start=True),
-        Entry("snapshot", "machine", memory.check_snapshot, at_start=True),
+        Entry("snapshot", "machine", settings.check_snapshot, at_start=True),
         Entry("sandbox", "reward", rewards.check_sandbox),
         Entry("reward", "reward", rewards.check_reward, rewards.SECONDS + 15.0),
         Entry("weights", "model", model.check_weights, 300.0),

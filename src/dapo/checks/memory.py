@@ -322,31 +322,6 @@ def check_memory(context: CheckContext) -> Iterator[Finding]:
     yield Finding("machine", "memory", tight or "pass", text, smaller(config, shape, free, on_gpu) if tight else "")
 
 
-def check_snapshot(context: CheckContext) -> Iterator[Finding]:
-    """Whether there is main memory for the copy of a checkpoint's state, which is written while the training goes on.
-    Nothing is said where the run itself does not fit, which has been told."""
-    shape, config = context.need(context.shape, "model"), context.config
-    if config.runtime.kind == "ray":
-        return
-    on_gpu = context.need(context.device, "device").type == "cuda"
-    snapshot = checkpoint_bytes(trained_of(shape))
-    memory, free = predict_memory(config, shape, on_gpu), free_memory()
-    needed = snapshot + memory.host
-    if not on_gpu:
-        context.need(context.fits, "memory")
-        needed += memory.total(on_gpu=False)
-        if free is not None and context.model is not None:
-            free += memory.weights  # they are loaded already
-    text = f"a checkpoint takes {gib(snapshot)} of RAM while it is written"
-    text += "" if needed == snapshot else f", {gib(needed)} with what the run itself holds there"
-    if free is None:
-        yield Finding("machine", "snapshot", "pass", f"{text}; how much RAM is free cannot be told here")
-        return
-    fits = needed <= free
-    fix = "" if fits else f"a machine with {gib(1.2 * (needed - free))} more of RAM, or a smaller model"
-    yield Finding("machine", "snapshot", "pass" if fits else "fail", f"{text}; {gib(free)} are free", fix)
-
-
 @contextmanager
 def shortage_explained(config: AnyConfig, model: Any) -> Iterator[None]:
     """Inside, memory that runs out is no fault of the program: what was asked for, and settings that take less.

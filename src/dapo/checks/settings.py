@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from dapo.checks import memory
 from dapo.checks.context import CheckContext, Finding
 from dapo.checks.memory import GIB, checkpoint_bytes, gib, trained_of
 from dapo.checks.start import check_own_parts
@@ -211,6 +212,31 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
     else:
         also = f"; samples at most {gib(samples)}" if samples > GIB else ""
         yield Finding("machine", "disk", "pass", text + also)
+
+
+def check_snapshot(context: CheckContext) -> Iterator[Finding]:
+    """Whether there is main memory for the copy of a checkpoint's state, which is written while the training goes on.
+    Nothing is said where the run itself does not fit, which has been told."""
+    shape, config = context.need(context.shape, "model"), context.config
+    if config.runtime.kind == "ray":
+        return
+    on_gpu = context.need(context.device, "device").type == "cuda"
+    snapshot = checkpoint_bytes(trained_of(shape))
+    run, free = memory.predict_memory(config, shape, on_gpu), memory.free_memory()  # type: ignore[attr-defined]  # tests change it there
+    needed = snapshot + run.host
+    if not on_gpu:
+        context.need(context.fits, "memory")
+        needed += run.total(on_gpu=False)
+        if free is not None and context.model is not None:
+            free += run.weights  # they are loaded already
+    text = f"a checkpoint takes {gib(snapshot)} of RAM while it is written"
+    text += "" if needed == snapshot else f", {gib(needed)} with what the run itself holds there"
+    if free is None:
+        yield Finding("machine", "snapshot", "pass", f"{text}; how much RAM is free cannot be told here")
+        return
+    fits = needed <= free
+    fix = "" if fits else f"a machine with {gib(1.2 * (needed - free))} more of RAM, or a smaller model"
+    yield Finding("machine", "snapshot", "pass" if fits else "fail", f"{text}; {gib(free)} are free", fix)
 
 
 def checkpoints_kept(config: Config) -> int:

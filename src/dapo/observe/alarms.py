@@ -22,40 +22,27 @@ WINDOW = 20  # steps that are remembered
 LAST = 3  # steps in a row, or whose mean or median, that it takes where one odd step says nothing
 REPEAT = 4  # steps until an alarm that stays on is said again; then twice as many, and so on
 
-SPIKE = 20.0
-"""Gradient norm over its running median. Between batches it varies by factors of 2 or 3; over 16 runs of the demo the
-largest of all was 13."""
+SPIKE = 20.0  # gradient norm over its running median; over 16 runs of the demo the largest of all was 13
 SPIKE_HISTORY = 8  # steps that the median needs before it is one
-ENTROPY_SHARE = 0.05
-"""Of the entropy at the start. A run that learns well may lose nine tenths of it: the demo does."""
-ENTROPY_FLOOR = 0.01
-"""Nats per token. The samples of a group then differ in a token or two, or not at all."""
+ENTROPY_SHARE = 0.05  # of the entropy at the start; a run that learns well may lose nine tenths of it: the demo does
+ENTROPY_FLOOR = 0.01  # nats per token; the samples of a group then differ in a token or two, or not at all
 SOLVED = 0.9  # accuracy from which on low entropy is certainty, and no loss
 TRUNCATED = 0.25  # share of truncated responses; a share that was there from the start has to be twice this
 TRUNCATED_RISE = 0.15  # what it must have risen by since the start to be called a rise
 NEAR_LIMIT = 0.8  # prompts drawn, over the most that a step may draw before the run stops
 UNFILLED = 0.75  # groups kept over groups wanted, where the step goes on with what there is
 WASTE = 5.0  # prompts drawn for each group kept: four of five samples then cost time and teach nothing
-ERRORS = 0.1
-"""Share of scores that failed. Single time-outs are much rarer."""
-REFERENCE_KL = 1.0
-"""Nats per token to the initial policy: it would now take other tokens at most places. Useful runs stay below 0.5."""
-PROXIMAL_KL = 0.1
-"""Nats per token that the updates of one step move the policy. Trust regions aim at 0.01 to 0.05."""
+ERRORS = 0.1  # share of scores that failed; single time-outs are much rarer
+REFERENCE_KL = 1.0  # nats per token to the initial policy: other tokens at most places; useful runs stay below 0.5
+PROXIMAL_KL = 0.1  # nats per token that the updates of one step move the policy; trust regions aim at 0.01 to 0.05
 AHEAD = 5  # steps in a row: what is sampled ahead shows some steps later
 WON = 0.05  # share of the time that sampling beside the updates saves; less is not worth older samples
 STALE = 0.2  # groups dropped as too old, for each one trained on
-TAIL = 0.05
-"""Share of tokens whose probabilities differ by more than a tenth. The mean may be 0 all the same: 8% were seen where a
-trainer's rounding in bfloat16 was the cause."""
-CHOSEN_FALL = 0.2
-"""Of the log-probability of the chosen responses: batches of pairs differ by less than this among themselves."""
-BLIND = 10
-"""Steps in a row with an explained variance below 0: a critic takes some to learn what a constant would say."""
-COLD = 100.0
-"""Gradient norm of a critic over that which it is clipped to: its updates all have one length then."""
-WAITING, WAITING_S = 0.5, 5.0
-"""Share of a step, and seconds of it, that are spent on nothing but scores."""
+TAIL = 0.05  # share of tokens whose probabilities differ by more than a tenth; rounding in bfloat16 has caused 8%
+CHOSEN_FALL = 0.2  # of the log-probability of the chosen responses: batches of pairs differ by less among themselves
+BLIND = 10  # steps in a row with an explained variance below 0: a critic takes some to learn what a constant would say
+COLD = 100.0  # gradient norm of a critic over that which it is clipped to: its updates all have one length then
+WAITING, WAITING_S = 0.5, 5.0  # share of a step, and seconds of it, that are spent on nothing but scores
 CLIPPED = 0.3  # share of loss tokens that are clipped and teach nothing; a few per cent is usual
 
 

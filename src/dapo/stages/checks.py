@@ -24,7 +24,7 @@ def entries() -> Sequence[Entry]:
         Entry("rows", "data", _check_rows, 120.0),
         Entry("disk", "machine", _check_disk),
         Entry("memory", "machine", memory.check_memory),
-        Entry("snapshot", "machine", memory.check_snapshot),
+        Entry("snapshot", "machine", settings.check_snapshot),
         Entry("weights", "model", model.check_weights, 300.0),
     ]
 
