@@ -73,7 +73,6 @@ AnyConfig = Config | StageConfig
 GIB = 2**30
 _HOLES = 1.25  # measured: the C library keeps freed memory (``process.keep_freed_memory``), so more is held than used
 _TIGHT = 0.85  # share of the free memory from which on it may become tight
-"""What a prediction is of. It is no upper bound: what was measured lies within a factor of it, on either side."""
 _SHORT = 0.8
 """Of what was predicted, what is taken for free where that ran out: the prediction was too low, or others took some."""
 
@@ -278,6 +277,7 @@ def predicted_from(config: AnyConfig) -> str:
 
 
 def _supposed(config: AnyConfig, on_gpu: bool) -> str:
+    """What a prediction is of. It is no upper bound: what was measured lies within a factor of it, on either side."""
     more = ", and without the reward model (reward.device=cpu keeps it off the GPU)" * _shared(config, on_gpu)
     return f"with texts of full length, without the libraries' own 0.5 GiB{more}"
 
