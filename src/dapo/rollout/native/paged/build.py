@@ -12,6 +12,7 @@ from dapo.errors import ModelError
 from dapo.model.compiling import compile_layers
 from dapo.model.loading import key_value_heads
 from dapo.rollout.native.decoder import PREFILL_TOKENS, STRETCH, Decoder
+from dapo.rollout.native.paged.joined import join_products
 from dapo.rollout.native.paged.pool import Pool, PoolShape
 from dapo.rollout.native.paged.runner import PagedRunner
 from dapo.rollout.native.pages import minimum_pages, pages_for
@@ -38,7 +39,8 @@ def paged_decoder(
     """A decoder for ``model``, on the device that it is on.
 
     Args:
-        model: from :func:`dapo.model.loading.load_model`; its layers are compiled if it is on CUDA.
+        model: from :func:`dapo.model.loading.load_model`, changed in place: some of its products are joined, and its
+            layers are compiled if it is on CUDA.
         cache_bytes: for keys and values; None: what is free, and no more than all rows can use.
         spare_bytes: of the device, to leave to others where ``cache_bytes`` is None.
 
@@ -46,6 +48,9 @@ def paged_decoder(
     """
     device = next(model.parameters()).device
     shape = pool_shape(model)
+    join_products(model)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what the layers had by themselves: the cache may want it in one piece
     per_row = pages_for(max_sequence_tokens, PAGE_TOKENS)
     rows = Rows(max_concurrent_samples, max_sequence_tokens, per_row, stop_token_ids, device)
     most = max_concurrent_samples * (per_row + 1) + 1  # each may have the copy of a prompt's last page; and page 0
