@@ -10,7 +10,7 @@ import asyncio
 import copy
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,8 +23,10 @@ from dapo.rollout.engine import Draft, EngineError, Request, Sampling
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.native.paged import build
+from dapo.rollout.native.paged import runner as runner_module
 from dapo.rollout.native.paged.runner import ladder
 from dapo.rollout.native.pages import minimum_pages
+from dapo.rollout.native.runner import Variant
 from dapo.rollout.native.slots import slot_decoder
 from helpers import ARCHITECTURES, VOCAB, random_model
 
@@ -237,6 +239,29 @@ def test_warming_up_touches_no_page_of_a_sequence() -> None:
     while decoder.busy:
         out += decoder.step()
     check_equal({(s.request_id, s.index): s for _, s in out}, run(slots(model), asked))
+
+
+def test_steps_for_fewer_rows_are_captured_in_long_stretches_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in each, the most rows first, after its steps were given to the device."""
+    did: list[tuple[str, int]] = []
+
+    class Steps:
+        def replay(self, rows: int, variant: Variant) -> None:
+            did.append(("replay", rows))
+            runner._step(rows, variant)
+
+        def prepare_one(self, wanted: list[tuple[int, Variant]]) -> None:
+            did.extend(("prepare", rows) for rows, _ in wanted)
+
+    monkeypatch.setattr(runner_module, "LONG_STRETCH", 5)
+    model = random_model("qwen2")
+    decoder = paged(model, rows=40)
+    runner = cast(Any, decoder._runner)
+    runner._steps = Steps()
+    asked = [Request(0, (5, 6, 7), tuple(range(17)), Sampling(1.0, 8))]
+    check_equal(run(decoder, asked), run(slots(model), asked))
+    assert did[:7] == [("replay", 32)] * 5 + [("prepare", 16), ("prepare", 8)]
+    assert {what for what, _ in did[7:]} == {"replay"}, "a stretch of 3 steps is too short to hide it"
 
 
 def test_an_engine_that_sleeps_is_not_run() -> None:
