@@ -25,7 +25,7 @@ import numpy.typing as npt
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.rollout.native.checks import check_request
-from dapo.rollout.native.in_flight import SampleInFlight, Told, Waiting
+from dapo.rollout.native.in_flight import SampleInFlight, Told, Waiting, draw_ahead
 from dapo.rollout.native.pages import BlockTables, PageAllocator, PageArray, minimum_pages, pages_for
 from dapo.rollout.native.runner import Fetch, RowStart, Runner, Variant
 from dapo.rollout.native.stopping import StopTexts
@@ -183,6 +183,8 @@ class Decoder:
         variant = Variant.of([sequence.request.sampling for sequence in self._rows.values()])
         self._runner.run(self._runner.rung(max(self._rows) + 1), steps, variant, self._tables.table)
         yield [*self.finished(), *drafts()]
+        if waits:
+            draw_ahead(self._waiting)
         self._collect()
         if not waits:
             yield [*self.finished(), *(self.drafts(told) if told else ())]
@@ -288,9 +290,8 @@ class Decoder:
             sequence.marks.append((len(done.tokens), self.version))
         self._rows[row] = sequence
         self._lengths[row], self._generated[row], self._limits[row] = waiting.cached, len(done.tokens), sequence.limit
-        seed = sequence.request.seeds[sequence.index]
-        sampling = sequence.request.sampling
-        return RowStart(row, int(waiting.tokens[-1]), waiting.cached, seed, sampling, done, waiting.prompt)
+        last, sampling = int(waiting.tokens[-1]), sequence.request.sampling
+        return RowStart(row, last, waiting.cached, sequence.seed, sampling, done, waiting.prompt)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 

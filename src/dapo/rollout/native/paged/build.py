@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError
-from dapo.model.compiling import compile_layers
+from dapo.model.compiling import compile_ends, compile_layers
 from dapo.model.loading import key_value_heads
 from dapo.rollout.native.decoder import PREFILL_TOKENS, STRETCH, Decoder
 from dapo.rollout.native.paged.joined import join_products
@@ -23,6 +23,8 @@ PAGE_TOKENS = 32
 """Half a page per sequence is wasted, and a table entry is read per page: 32 tokens keep both under 5% and 1%."""
 FREE_SHARE = 0.9
 """Of the memory left over, what a cache of unstated size may take: other programs and fragments need the rest."""
+
+COMPILE_ENDS = True  # 15 kernels of a step less, for seconds of a start with nothing compiled
 
 
 def paged_decoder(
@@ -75,6 +77,8 @@ def paged_decoder(
     runner.wake()
     if device.type == "cuda":
         compile_layers(model)
+        if COMPILE_ENDS:
+            compile_ends(model)
         runner.warm_up()
     return Decoder(
         runner,
