@@ -4,9 +4,9 @@ usage: python bench/decode.py [--rollouts 3] [--rows 1024 256 64] [--without joi
 
 A rollout is ``--prompts`` x ``--samples`` responses with the lengths of real ones (``response_lengths.json``); the
 first also captures steps. Steady decoding is ``--rows`` sequences at ``--context`` tokens in the mean: ``--stretches``
-stretches of 32 steps, after two that do not count. ``device`` is the time of the steps by CUDA events, ``whole`` that
-from one stretch to the next; both are medians. ``--without`` leaves out what makes an engine faster, to see what it is
-worth.
+stretches of ``--stretch`` steps, after two that do not count. ``device`` is the time of the steps by CUDA events,
+``whole`` that from one stretch to the next; both are medians. ``--without`` leaves out what makes an engine faster, to
+see what it is worth.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--rows", type=int, nargs="*", default=[1024, 256, 64], help="of steady decoding")
     add("--context", type=int, default=480, help="mean of steady decoding; longer than what is decoded")
     add("--stretches", type=int, default=8, help="measured of steady decoding")
+    add("--stretch", type=int, default=32, help="steps between two looks at the device")
     add("--copy", type=float, default=4.22e12, help="bytes a second of a copy, for the share of the byte limit")
     add("--without", nargs="*", default=[], choices=["joined", "ends", "ahead"])
     return parser.parse_args(arguments)
@@ -76,12 +77,13 @@ def leave_out(names: list[str]) -> None:
 
 
 def make_decoder(options: argparse.Namespace, model: Any) -> Any:
-    from dapo.rollout.native.paged.build import paged_decoder
+    from dapo.rollout.native.paged import build
 
     longest = max(p for p, _ in drawn_lengths(options.prompts)) + options.limit
-    longest = max(longest, options.context + 16 * (options.stretches + 4))
+    longest = max(longest, options.context + options.stretch * (options.stretches + 6) // 2)
     rows = max([options.concurrent, *options.rows])
-    return paged_decoder(model, [], max_sequence_tokens=longest, max_concurrent_samples=rows)
+    build.STRETCH = options.stretch
+    return build.paged_decoder(model, [], max_sequence_tokens=longest, max_concurrent_samples=rows)
 
 
 def rollout(options: argparse.Namespace, decoder: Any, number: int) -> float:
@@ -109,20 +111,22 @@ def submit(decoder: Any, prompts: list[list[int]], limits: list[int], samples: i
 def steady(options: argparse.Namespace, decoder: Any, rows: int) -> dict[str, float]:
     """Medians of a step in milliseconds."""
     shape, runner, run = SHAPES[options.shape], decoder._runner, decoder._runner.run
-    counted = 32 * options.stretches
-    prompts = random_prompts([options.context - 64 - counted // 2] * rows, shape.vocab_size)
-    submit(decoder, prompts, [64 + counted + 32] * rows, samples=1, seed=0)
+    steps = options.stretch
+    before = 2 * steps + steps * options.stretches // 2
+    prompts = random_prompts([options.context - before] * rows, shape.vocab_size)
+    submit(decoder, prompts, [2 * before + steps] * rows, samples=1, seed=0)
     spans: list[tuple[Any, Any, int]] = []
 
     def timed(count: int, steps: int, *more: Any) -> None:
         if options.device == "cuda":
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         else:
-            before = after = SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 0.0)
-        before.record()
+            begin = end = SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 0.0)
+        begin.record()
         run(count, steps, *more)
-        after.record()
-        spans.append((before, after, steps))
+        end.record()
+        runner._ahead = []  # nothing is captured in the time that is measured
+        spans.append((begin, end, steps))
 
     runner.run = timed
     moments = []
@@ -130,10 +134,10 @@ def steady(options: argparse.Namespace, decoder: Any, rows: int) -> dict[str, fl
         decoder.step()
         moments.append(mark(wait=True).clock)
     runner.run = run
-    assert len(decoder._rows) == rows and {steps for *_, steps in spans} == {32}, "all rows are decoded all the time"
+    assert len(decoder._rows) == rows and {count for *_, count in spans} == {steps}, "all rows are decoded all the time"
     decoder.reset()
-    whole = median((b - a) * 1000 / 32 for a, b in pairwise(moments[1:]))
-    device = median(before.elapsed_time(after) / 32 for before, after, _ in spans[2:])
+    whole = median((b - a) * 1000 / steps for a, b in pairwise(moments[1:]))
+    device = median(begin.elapsed_time(end) / steps for begin, end, _ in spans[2:])
     share = step_cost(shape, rows, options.context).bytes / options.copy / whole * 1000
     print(
         f"{rows:5d} rows at {options.context}: {device:.3f} ms a step (device), {whole:.3f} ms (whole), "

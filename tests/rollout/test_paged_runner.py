@@ -7,7 +7,9 @@ tested where there is a GPU (those marked gpu).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any, cast
@@ -242,26 +244,47 @@ def test_warming_up_touches_no_page_of_a_sequence() -> None:
 
 
 def test_steps_for_fewer_rows_are_captured_in_long_stretches_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in each, the most rows first, after its steps were given to the device."""
-    did: list[tuple[str, int]] = []
-
-    class Steps:
-        def replay(self, rows: int, variant: Variant) -> None:
-            did.append(("replay", rows))
-            runner._step(rows, variant)
-
-        def prepare_one(self, wanted: list[tuple[int, Variant]]) -> None:
-            did.extend(("prepare", rows) for rows, _ in wanted)
-
-    monkeypatch.setattr(runner_module, "LONG_STRETCH", 5)
+    """One in each, the most rows first; trying them between the steps of the others changes no token."""
     model = random_model("qwen2")
     decoder = paged(model, rows=40)
     runner = cast(Any, decoder._runner)
-    runner._steps = Steps()
-    asked = [Request(0, (5, 6, 7), tuple(range(17)), Sampling(1.0, 8))]
-    check_equal(run(decoder, asked), run(slots(model), asked))
-    assert did[:7] == [("replay", 32)] * 5 + [("prepare", 16), ("prepare", 8)]
-    assert {what for what, _ in did[7:]} == {"replay"}, "a stretch of 3 steps is too short to hide it"
+    recording: list[Any] = []
+
+    class Graph:
+        def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+            recording.append(self)
+
+        def capture_end(self) -> None:
+            recording.pop()
+
+        def replay(self) -> None:
+            self.step()
+
+    def step(rows: int, variant: Variant) -> None:
+        if recording:
+            recording[0].step = functools.partial(runner._step, rows, variant)
+        else:
+            runner._step(rows, variant)
+
+    for name, fake in {
+        "CUDAGraph": Graph,
+        "Stream": lambda device: None,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(runner_module, "LONG_STRETCH", 5)
+    steps = runner._steps = runner_module._CudaSteps(step, runner.state)
+    captured = []
+    asked = [Request(0, (5, 6, 7), tuple(range(17)), Sampling(1.0, 13))]
+    decoder.submit(0, asked[0])
+    answers = []
+    while decoder.busy:
+        answers += decoder.step()
+        captured.append([rows for rows, _ in steps._graphs])
+    check_equal({(s.request_id, s.index): s for _, s in answers}, run(slots(model), asked))
+    assert captured[:3] == [[32, 16], [32, 16, 8], [32, 16, 8]], "the third stretch has 3 steps, too few to hide it"
 
 
 def test_an_engine_that_sleeps_is_not_run() -> None:

@@ -71,7 +71,8 @@ class _Part(nn.Linear):
         product = self.product
         if self.number == 0:
             joined = F.linear(x, product.weight, product.bias)
-            product.results.update(enumerate(joined.split(product.sizes, dim=-1)))
+            for number, result in enumerate(joined.split(product.sizes, dim=-1)):
+                product.results[number] = result
         return product.results.pop(self.number)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:

@@ -32,7 +32,7 @@ from dapo.rollout.native.sampler import top_logprobs
 PREFILL_MULTIPLE = 64  # tokens of a prefill pass are filled up to a multiple of it: aligned rows for matrix products
 
 FIRST_TOKENS = 67
-LONG_STRETCH = 32  # steps in which a step for fewer rows can be captured
+LONG_STRETCH = 24  # steps that take about as long as capturing one for fewer rows
 
 _CAPTURING = threading.Lock()
 """Giving memory back waits for the whole device, which breaks a capture that another engine has begun on it."""
