@@ -31,10 +31,10 @@ def join_products(model: Any) -> None:
             layers = [getattr(module, name, None) for name in names]
             # compared as a type: a layer of a kind of its own may compute something else
             if all(type(layer) is nn.Linear for layer in layers):
-                _join([layer for layer in layers if layer is not None])
+                _join(layers)
 
 
-def _join(layers: list[nn.Linear]) -> None:
+def _join(layers: list[Any]) -> None:
     if len({(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}) > 1:
         return
     product = _Product(layers)
@@ -46,7 +46,7 @@ def _join(layers: list[nn.Linear]) -> None:
 class _Product(nn.Module):
     """``results``: of the present input, those that their layers have not taken yet."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         super().__init__()
         self.sizes = [layer.out_features for layer in layers]
         self.results: dict[int, Tensor] = {}
@@ -57,7 +57,7 @@ class _Product(nn.Module):
             joined = None if parts[0] is None else torch.cat(parts)
             self.register_buffer(name, joined, persistent=False)
             if joined is not None:
-                for part, place in zip(parts, joined.split(self.sizes), strict=True):
+                for part, place in zip(parts, torch.split(joined, self.sizes), strict=True):
                     part.data = place
 
 
@@ -71,7 +71,7 @@ class _Part(nn.Linear):
         product = self.product
         if self.number == 0:
             joined = F.linear(x, product.weight, product.bias)
-            for number, result in enumerate(joined.split(product.sizes, dim=-1)):
+            for number, result in enumerate(torch.split(joined, product.sizes, dim=-1)):
                 product.results[number] = result
         return product.results.pop(self.number)
 

@@ -168,7 +168,7 @@ class _CudaSteps:
         self._step = step
         self._rows = rows
         self._memory = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(rows.device)
+        self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
         self._graphs: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
 
     def replay(self, rows: int, variant: Variant) -> None:
