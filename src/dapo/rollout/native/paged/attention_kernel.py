@@ -285,10 +285,7 @@ def launch(
     )
     if splits > 1:
         _combine[(rows, heads)](
-            partial,
-            extremes,
-            lengths,
-            out,
+            *(partial, extremes, lengths, out),
             splits,
             HEADS=heads,
             DIM=dim,

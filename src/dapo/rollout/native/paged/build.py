@@ -41,8 +41,7 @@ def paged_decoder(
     """A decoder for ``model``, on the device that it is on.
 
     Args:
-        model: from :func:`dapo.model.loading.load_model`, changed in place: some of its products are joined, and its
-            layers are compiled if it is on CUDA.
+        model: from :func:`dapo.model.loading.load_model`; its products are joined, and on CUDA its layers compiled.
         cache_bytes: for keys and values; None: what is free, and no more than all rows can use.
         spare_bytes: of the device, to leave to others where ``cache_bytes`` is None.
 
@@ -51,8 +50,6 @@ def paged_decoder(
     device = next(model.parameters()).device
     shape = pool_shape(model)
     join_products(model)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what the layers had by themselves: the cache may want it in one piece
     per_row = pages_for(max_sequence_tokens, PAGE_TOKENS)
     rows = Rows(max_concurrent_samples, max_sequence_tokens, per_row, stop_token_ids, device)
     most = max_concurrent_samples * (per_row + 1) + 1  # each may have the copy of a prompt's last page; and page 0
@@ -67,13 +64,8 @@ def paged_decoder(
             f"there is room for {_gib(cache_bytes)} on {device}; shorten rollout.max_response_length, lower "
             "rollout.max_concurrent_samples, or raise rollout.cache_gib"
         )
-    runner = PagedRunner(
-        model,
-        Pool(replace(shape, pages=pages), device),
-        rows,
-        max_sequence_tokens=max_sequence_tokens,
-        pinned=deterministic,
-    )
+    pool = Pool(replace(shape, pages=pages), device)
+    runner = PagedRunner(model, pool, rows, max_sequence_tokens=max_sequence_tokens, pinned=deterministic)
     runner.wake()
     if device.type == "cuda":
         compile_layers(model)
