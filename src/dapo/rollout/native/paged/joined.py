@@ -32,8 +32,7 @@ def join_products(model: Any) -> None:
             # compared as a type: a layer of a kind of its own may compute something else
             if all(type(layer) is nn.Linear for layer in layers):
                 _join(layers)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # of what the layers had by themselves: the cache may want it in one piece
+    torch.cuda.empty_cache()  # of what the layers had by themselves: the cache may want it in one piece
 
 
 def _join(layers: list[Any]) -> None:
