@@ -11,6 +11,7 @@ import torch
 from dapo.model.compiling import compile_layers
 from dapo.model.forward import hidden_states, output_head
 from dapo.model.head import chunk_rows, token_logprobs
+from dapo.model.joined import join_products
 from dapo.model.loading import copy_model
 from dapo.model.packed import PackedAttention
 from dapo.records import TokenBatch
@@ -100,5 +101,6 @@ class Policy:
         """
         model = copy_model(self.model)
         if self.device.type == "cuda":
+            join_products(model, self.compute_dtype)
             compile_layers(model)
         return replace(self, model=model)

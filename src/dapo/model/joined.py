@@ -1,0 +1,66 @@
+"""Queries, keys and values as one product with their input.
+
+Three products write three gradients of the same input, which then have to be read and added up, and those of keys and
+values are too narrow for a GPU. The parameters stay what they are, and so do their names: a forward pass puts copies of
+them side by side, which under autocast it would make anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SIBLINGS = ("q_proj", "k_proj", "v_proj")
+"""In the order of their calls."""
+
+
+def join_products(model: Any, dtype: torch.dtype) -> None:
+    """Join the products of plain linear layers of ``model`` that have one input, before its layers are compiled.
+
+    Layers with an adapter stay as they are. ``dtype``: that products are computed in.
+    """
+    for module in model.modules():
+        linears = [getattr(module, name, None) for name in SIBLINGS]
+        if all(type(linear) is nn.Linear for linear in linears) and len({x.bias is None for x in linears}) == 1:
+            first, *others = linears
+            first.__class__ = _First
+            first.others, first.dtype = tuple(others), dtype  # in a tuple, modules are nobody's children
+            for other in others:
+                other.__class__, other.found = _Other, None
+
+
+def part_products(model: Any) -> None:
+    """Undo :func:`join_products`: who decodes would put the weights side by side for each token."""
+    for module in model.modules():
+        if isinstance(module, _First | _Other):
+            module.__class__ = nn.Linear
+
+
+class _First(nn.Linear):
+    """Computes the product of all, and leaves the others theirs."""
+
+    others: tuple[_Other, ...]
+    dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        linears = (self, *self.others)
+        weight = torch.cat([linear.weight.to(self.dtype) for linear in linears])
+        bias = None if self.bias is None else torch.cat([linear.bias.to(self.dtype) for linear in linears])
+        mine, *rest = F.linear(input, weight, bias).split([linear.out_features for linear in linears], -1)
+        for other, found in zip(self.others, rest, strict=True):
+            other.found = found.contiguous()  # it may be kept for the backward pass, and all of the product with it
+        return mine
+
+
+class _Other(nn.Linear):
+    """Takes what the first one left, once."""
+
+    found: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        found, self.found = self.found, None
+        assert found is not None, "the first of the joined layers is called before the others"
+        return found
