@@ -23,8 +23,8 @@ def _add_up(copies, starts, order, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 
 def add_up_copies(copies: Tensor, starts: Tensor, order: Tensor) -> Tensor:
-    """``[rows, ...]``: each row the sum in float32 of its copies, in their order. ``index_add_`` would want all copies in
-    float32 and zeros to add them to.
+    """``[rows, ...]``: each row the sum in float32 of its copies, in their order. ``index_add_`` would want all
+    copies in float32 and zeros to add them to.
 
     Args:
         copies: ``[C, ...]``.
