@@ -47,10 +47,10 @@ def test_joined_products_are_the_products(architecture: str) -> None:
 def test_compiled_layers_share_one_piece_of_code_and_round_as_plain_ones() -> None:
     plain = load_model(random_model("qwen2", num_hidden_layers=3)).float()
     joined = copy.deepcopy(plain)
-    join_products(joined, torch.bfloat16)
     torch._dynamo.reset()
     counters.clear()
-    compile_layers(joined, backend="aot_eager")
+    compile_layers(joined, torch.bfloat16, backend="aot_eager")
+    assert nn.Linear not in {type(x) for x in linears(joined)}
     (want, slopes), exact = run(plain, torch.bfloat16), run(plain)[1]
     have, found = run(joined, torch.bfloat16)
     assert counters["stats"]["unique_graphs"] == 1

@@ -23,7 +23,7 @@ def join_products(model: Any, dtype: torch.dtype) -> None:
     Layers with an adapter stay as they are. ``dtype``: that products are computed in.
     """
     for module in model.modules():
-        linears = [getattr(module, name, None) for name in SIBLINGS]
+        linears: list[Any] = [getattr(module, name, None) for name in SIBLINGS]
         if all(type(linear) is nn.Linear for linear in linears) and len({x.bias is None for x in linears}) == 1:
             first, *others = linears
             first.__class__ = _First
@@ -36,7 +36,7 @@ def part_products(model: Any) -> None:
     """Undo :func:`join_products`: who decodes would put the weights side by side for each token."""
     for module in model.modules():
         if isinstance(module, _First | _Other):
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 class _First(nn.Linear):
@@ -49,7 +49,8 @@ class _First(nn.Linear):
         linears = (self, *self.others)
         weight = torch.cat([linear.weight.to(self.dtype) for linear in linears])
         bias = None if self.bias is None else torch.cat([linear.bias.to(self.dtype) for linear in linears])
-        mine, *rest = F.linear(input, weight, bias).split([linear.out_features for linear in linears], -1)
+        product = F.linear(input, weight, bias)
+        mine, *rest = torch.split(product, [linear.out_features for linear in linears], -1)
         for other, found in zip(self.others, rest, strict=True):
             other.found = found.contiguous()  # it may be kept for the backward pass, and all of the product with it
         return mine

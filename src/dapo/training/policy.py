@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from dapo.model.compiling import compile_layers
-from dapo.model.forward import hidden_states, output_head
-from dapo.model.head import chunk_rows, token_logprobs
-from dapo.model.joined import join_products
+from dapo.model.forward import Head, hidden_states, output_head
+from dapo.model.head import chunk_rows, for_chunks, token_logprobs
 from dapo.model.loading import copy_model
 from dapo.model.packed import PackedAttention
 from dapo.records import TokenBatch
@@ -73,11 +72,17 @@ class Policy:
         """For how many of the states :meth:`read` keeps the logits until the backward pass."""
         return chunk_rows(self.device, output_head(self.model).weight.shape[0])
 
-    def read(self, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The second half, token by token: log-probs and entropies ``[r]`` of any ``[r, d]`` of the states."""
-        return token_logprobs(
-            states, output_head(self.model), targets, self.temperature, product_dtype=self.compute_dtype
-        )
+    def read(
+        self, states: torch.Tensor, targets: torch.Tensor, head: Head | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second half, token by token: log-probs and entropies ``[r]`` of any ``[r, d]`` of the states.
+        ``head``: from :meth:`head_for_chunks`."""
+        head = output_head(self.model) if head is None else head
+        return token_logprobs(states, head, targets, self.temperature, product_dtype=self.compute_dtype)
+
+    def head_for_chunks(self, states: torch.Tensor) -> Head | None:
+        """What :meth:`read` is to be given if ``states`` are read chunk by chunk, each with its backward pass."""
+        return for_chunks(output_head(self.model), states, self.compute_dtype)
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
@@ -101,6 +106,5 @@ class Policy:
         """
         model = copy_model(self.model)
         if self.device.type == "cuda":
-            join_products(model, self.compute_dtype)
-            compile_layers(model)
+            compile_layers(model, self.compute_dtype)
         return replace(self, model=model)

@@ -39,7 +39,10 @@ class ScorePolicy(Policy):
     def rows_at_once(self) -> int:
         return _ROWS_AT_ONCE
 
-    def read(self, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def head_for_chunks(self, states: torch.Tensor) -> None:
+        return None
+
+    def read(self, states: torch.Tensor, targets: torch.Tensor, head: None = None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         with torch.autocast(states.device.type, enabled=False):
             scores = torch.nn.functional.linear(states.float(), self.model.score.weight).squeeze(-1)
         return scores, torch.zeros_like(scores)

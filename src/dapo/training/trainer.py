@@ -27,7 +27,6 @@ from dapo.errors import NumericalError, UserError
 from dapo.model.activation_checkpointing import checkpoint_layers
 from dapo.model.adapters import adapter_parameters, has_adapter
 from dapo.model.compiling import compile_layers
-from dapo.model.joined import join_products
 from dapo.records import NOBODY, FloatArray, IntArray, TokenBatch
 from dapo.training.checkpoint import load_optimizer, optimizer_tensors
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
@@ -95,8 +94,7 @@ class Trainer:
         held = held or Replica()
         self._published = held.take(model, compute_dtype)
         if held.device(model).type == "cuda":
-            join_products(model, compute_dtype)
-            compile_layers(model)
+            compile_layers(model, compute_dtype)
         if config.activation_checkpointing:
             checkpoint_layers(model)
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype, held)
