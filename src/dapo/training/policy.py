@@ -43,11 +43,8 @@ class Policy:
         """What this rank is to compute of a batch, each to be computed before the next one is taken."""
         share = (self.held.ranks.rank, self.held.ranks.size)
         budget, lockstep = self.tokens_per_micro_batch, self.held.lockstep
-        parts = micro_batches(batch, budget, self.device, whole_groups, share, lockstep)
-        following = next(parts, None)
-        while (part := following) is not None:
-            following = next(parts, None)
-            self.held.begin_pass(last=following is None)
+        for part in micro_batches(batch, budget, self.device, whole_groups, share, lockstep):
+            self.held.begin_pass(part.last)
             yield part
 
     def evaluate(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

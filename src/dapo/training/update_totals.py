@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dapo.training.micro_batch import MicroBatch
 from dapo.training.parallel.ranks import Ranks
 from dapo.training.update_report import Mismatch
 
@@ -25,8 +26,8 @@ class Totals:
     computed_tokens: int = 0
     bad_logprobs: torch.Tensor | int = 0
     """Loss tokens whose log-probability is not finite."""
-    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Of each micro-batch: where its response tokens stand in the batch, their log-probs and entropies."""
+    seen: list[tuple[MicroBatch, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Each micro-batch, with log-probs and entropies of its response tokens."""
 
     def add(
         self,
@@ -37,9 +38,12 @@ class Totals:
         """One chunk of tokens: its part of the loss, name -> (sum, count), and how many log-probs are not finite."""
         self.loss = self.loss + loss.double()
         self.bad_logprobs = self.bad_logprobs + bad_logprobs
-        for name, (total, count) in statistics.items():
-            old_total, old_count = self.statistics.get(name, (0.0, 0.0))
-            self.statistics[name] = (old_total + total, old_count + count)
+        known = [name for name in statistics if name in self.statistics]
+        self.statistics |= {name: pair for name, pair in statistics.items() if name not in self.statistics}
+        if known:  # all at once: on a GPU each number added by itself is a kernel
+            sums, numbers = ([x for name in known for x in pairs[name]] for pairs in (self.statistics, statistics))
+            found = torch._foreach_add(sums, numbers)
+            self.statistics |= dict(zip(known, zip(found[::2], found[1::2], strict=True), strict=True))
 
     def join(self, ranks: Ranks) -> None:
         """Put the sums over all ranks, the same ones on each, in the place of this one's."""
@@ -48,9 +52,11 @@ class Totals:
         statistics = {name: (float(total), float(count)) for name, (total, count) in self.statistics.items()}
         sizes = (self.micro_batches, self.computed_tokens)
         every = ranks.gather((float(self.loss), int(self.bad_logprobs), statistics, self.mismatch, sizes))
-        self.loss, self.bad_logprobs, self.statistics = torch.zeros_like(self.loss), 0, {}
-        for loss, bad, part, *_ in every:
-            self.add(self.loss.new_tensor(loss), part, self.loss.new_tensor(bad))  # type: ignore[arg-type]
+        losses, bad, parts, *_ = zip(*every, strict=True)
+        self.loss, self.bad_logprobs = self.loss.new_tensor(sum(losses)), sum(bad)
+        names = dict.fromkeys(name for part in parts for name in part)
+        pairs = {name: [part[name] for part in parts if name in part] for name in names}
+        self.statistics = {name: (sum(t for t, _ in some), sum(c for _, c in some)) for name, some in pairs.items()}
         self.mismatch = sum((mismatch for *_, mismatch, _ in every), Mismatch())
         self.micro_batches, self.computed_tokens = (sum(n) for n in zip(*(s for *_, s in every), strict=True))
 
@@ -63,8 +69,8 @@ class Totals:
             return None
         found = torch.zeros((2, count), device=self.loss.device)
         if self.seen:
-            index, *values = map(torch.cat, zip(*self.seen, strict=True))
-            found[:, index] = torch.stack(values).float()
+            parts, *values = zip(*self.seen, strict=True)
+            found[:, torch.cat([part.index for part in parts])] = torch.stack([*map(torch.cat, values)]).float()
         ranks.add_up(found)
         logprobs, entropy = found.cpu()
         return logprobs.numpy(), entropy.half().numpy()
