@@ -23,22 +23,12 @@ def _add_up(copies, starts, order, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 
 def add_up_copies(copies: Tensor, starts: Tensor, order: Tensor) -> Tensor:
-    """``[rows, ...]``: each row the sum in float32 of its copies, in their order. ``index_add_`` would want all
-    copies in float32 and zeros to add them to.
-
-    Args:
-        copies: ``[C, ...]``.
-        starts: ``[rows + 1]`` int64, where in ``order`` the copies of each row begin.
-        order: ``[C]`` int64, the numbers of the copies by row.
-    """
+    """``[rows, ...]``: each row the sum in float32 of its ``copies`` ``[C, ...]``, in their order. ``order`` ``[C]``:
+    their numbers by row, and ``starts`` ``[rows + 1]``: where those of each row begin in it; both int64."""
     copies = copies.contiguous()
     out = copies.new_empty(len(starts) - 1, *copies.shape[1:])
     width = copies[0].numel()
     with torch.cuda.device_of(copies):
-        _add_up[(len(out),)](
-            *(copies, starts, order, out),
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
-            num_warps=1 if width <= 256 else 4,
-        )
+        sizes = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "num_warps": 1 if width <= 256 else 4}
+        _add_up[(len(out),)](copies, starts, order, out, **sizes)
     return out

@@ -78,8 +78,8 @@ def token_logprobs(
         raise ValueError(
             f"expected hidden [R, d] and targets [R], got {tuple(hidden.shape)} and {tuple(targets.shape)}"
         )
-    how = (temperature, chunk_tokens, product_dtype, head.rounded, head.gradient)
-    settings = _Settings(head.scale, head.softcap, *how)
+    rest = (temperature, chunk_tokens, product_dtype, head.rounded, head.gradient)
+    settings = _Settings(head.scale, head.softcap, *rest)
     apply: Any = _TokenLogprobs.apply  # untyped in torch
     logprobs, entropy = apply(hidden, head.weight, head.bias, targets, settings)
     return logprobs, entropy
@@ -102,8 +102,7 @@ def for_chunks(head: Head, hidden: Tensor, product_dtype: torch.dtype) -> Head:
     adds = weight.requires_grad and weight.dtype == dtype
     if adds and weight.grad is None:
         weight.grad = torch.zeros_like(weight)
-    rounded = _input(weight.detach(), dtype, product_dtype)
-    return replace(head, rounded=rounded, gradient=weight.grad if adds else None)
+    return replace(head, rounded=_input(weight.detach(), dtype, product_dtype), gradient=weight.grad if adds else None)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -207,15 +206,16 @@ def _add(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         return _product(left, right)
     if left.dtype != torch.bfloat16:
         return total.addmm_(left, right)
-    if not _adds_wide(left.device):
-        return total.add_(_product(left, right))
-    return torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)  # type: ignore[no-any-return]
+    if _adds_wide(left.device):
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+        return total
+    return total.add_(_product(left, right))
 
 
 @cache
 def _adds_wide(device: torch.device) -> bool:
     """Whether PyTorch adds the product of bfloat16 matrices to a float32 one: older ones want all in one type."""
-    total, ones = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+    total, ones = (torch.ones(16, 16, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     try:
         torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
     except (RuntimeError, AttributeError):

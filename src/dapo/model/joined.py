@@ -1,8 +1,7 @@
 """Queries, keys and values as one product with their input.
 
-Three products write three gradients of the same input, which then have to be read and added up, and those of keys and
-values are too narrow for a GPU. The parameters stay what they are, and so do their names: a forward pass puts copies of
-them side by side, which under autocast it would make anyway.
+Three write three gradients of the same input, which then have to be read and added up, and those of keys and values are
+too narrow for a GPU. Parameters stay as they are: a pass lays their casts, which autocast would make, side by side.
 """
 
 from __future__ import annotations
@@ -13,15 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SIBLINGS = ("q_proj", "k_proj", "v_proj")
-"""In the order of their calls."""
+SIBLINGS = ("q_proj", "k_proj", "v_proj")  # in the order of their calls
 
 
 def join_products(model: Any, dtype: torch.dtype) -> None:
-    """Join the products of plain linear layers of ``model`` that have one input, before its layers are compiled.
-
-    Layers with an adapter stay as they are. ``dtype``: that products are computed in.
-    """
+    """Join those of ``model``, but for layers with an adapter. ``dtype``: that products are computed in."""
     for module in model.modules():
         linears: list[Any] = [getattr(module, name, None) for name in SIBLINGS]
         if all(type(linear) is nn.Linear for linear in linears) and len({x.bias is None for x in linears}) == 1:
@@ -32,11 +27,12 @@ def join_products(model: Any, dtype: torch.dtype) -> None:
                 other.__class__, other.found = _Other, None
 
 
-def part_products(model: Any) -> None:
-    """Undo :func:`join_products`: who decodes would put the weights side by side for each token."""
+def part_products(model: Any) -> Any:
+    """``model`` with :func:`join_products` undone: who decodes would lay weights side by side for each token."""
     for module in model.modules():
         if isinstance(module, _First | _Other):
             module.__class__ = nn.Linear  # type: ignore[assignment]
+    return model
 
 
 class _First(nn.Linear):

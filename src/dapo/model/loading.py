@@ -274,9 +274,7 @@ def copy_model(model: Any, dtype: torch.dtype | None = None, device: torch.devic
             known[id(parameter)] = torch.nn.Parameter(there, requires_grad=False)
         elif not parameter.requires_grad:
             known[id(parameter)] = parameter
-    twin = copy.deepcopy(model, known).eval().requires_grad_(False).to(device)
-    part_products(twin)
-    return twin
+    return part_products(copy.deepcopy(model, known).eval().requires_grad_(False).to(device))
 
 
 def stop_token_ids(model: Any, tokenizer: Any, extra: tuple[int, ...] | list[int] = ()) -> tuple[int, ...]:

@@ -25,8 +25,8 @@ def through_head(
     sequences or pairs gets the log-probs of all tokens first; then the logits of each chunk are computed once more,
     with the slope of the loss at its tokens.
     """
-    parts = list(chunks(len(states), policy.rows_at_once))
-    head = policy.head_for_chunks(states)
+    at_once, head = policy.in_chunks(states)
+    parts = list(chunks(len(states), at_once))
 
     def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
         cut = select_tokens(inputs, part.index[rows])

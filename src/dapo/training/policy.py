@@ -64,22 +64,17 @@ class Policy:
         # index_select and not hidden[...]: it copies whole rows, in half the time on CPU
         return hidden.index_select(0, part.predictors)
 
-    @property
-    def rows_at_once(self) -> int:
-        """For how many of the states :meth:`read` keeps the logits until the backward pass."""
-        return chunk_rows(self.device, output_head(self.model).weight.shape[0])
-
     def read(
         self, states: torch.Tensor, targets: torch.Tensor, head: Head | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The second half, token by token: log-probs and entropies ``[r]`` of any ``[r, d]`` of the states.
-        ``head``: from :meth:`head_for_chunks`."""
+        """The second half, token by token: log-probs and entropies ``[r]`` of any ``[r, d]`` of the states."""
         head = output_head(self.model) if head is None else head
         return token_logprobs(states, head, targets, self.temperature, product_dtype=self.compute_dtype)
 
-    def head_for_chunks(self, states: torch.Tensor) -> Head | None:
-        """What :meth:`read` is to be given if ``states`` are read chunk by chunk, each with its backward pass."""
-        return for_chunks(output_head(self.model), states, self.compute_dtype)
+    def in_chunks(self, states: torch.Tensor) -> tuple[int, Head | None]:
+        """How many of ``states`` :meth:`read` is to have at a time, and ``head``, if each gets its backward pass."""
+        head = output_head(self.model)
+        return chunk_rows(self.device, head.weight.shape[0]), for_chunks(head, states, self.compute_dtype)
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:

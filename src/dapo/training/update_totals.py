@@ -38,12 +38,9 @@ class Totals:
         """One chunk of tokens: its part of the loss, name -> (sum, count), and how many log-probs are not finite."""
         self.loss = self.loss + loss.double()
         self.bad_logprobs = self.bad_logprobs + bad_logprobs
-        known = [name for name in statistics if name in self.statistics]
-        self.statistics |= {name: pair for name, pair in statistics.items() if name not in self.statistics}
-        if known:  # all at once: on a GPU each number added by itself is a kernel
-            sums, numbers = ([x for name in known for x in pairs[name]] for pairs in (self.statistics, statistics))
-            found = torch._foreach_add(sums, numbers)
-            self.statistics |= dict(zip(known, zip(found[::2], found[1::2], strict=True), strict=True))
+        for name, (total, count) in statistics.items():
+            old_total, old_count = self.statistics.get(name, (0.0, 0.0))
+            self.statistics[name] = (old_total + total, old_count + count)
 
     def join(self, ranks: Ranks) -> None:
         """Put the sums over all ranks, the same ones on each, in the place of this one's."""
@@ -52,11 +49,9 @@ class Totals:
         statistics = {name: (float(total), float(count)) for name, (total, count) in self.statistics.items()}
         sizes = (self.micro_batches, self.computed_tokens)
         every = ranks.gather((float(self.loss), int(self.bad_logprobs), statistics, self.mismatch, sizes))
-        losses, bad, parts, *_ = zip(*every, strict=True)
-        self.loss, self.bad_logprobs = self.loss.new_tensor(sum(losses)), sum(bad)
-        names = dict.fromkeys(name for part in parts for name in part)
-        pairs = {name: [part[name] for part in parts if name in part] for name in names}
-        self.statistics = {name: (sum(t for t, _ in some), sum(c for _, c in some)) for name, some in pairs.items()}
+        self.loss, self.bad_logprobs, self.statistics = torch.zeros_like(self.loss), 0, {}
+        for loss, bad, part, *_ in every:
+            self.add(self.loss.new_tensor(loss), part, self.loss.new_tensor(bad))  # type: ignore[arg-type]
         self.mismatch = sum((mismatch for *_, mismatch, _ in every), Mismatch())
         self.micro_batches, self.computed_tokens = (sum(n) for n in zip(*(s for *_, s in every), strict=True))
 
