@@ -16,7 +16,8 @@ def _add_up(copies, starts, order, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     total = tl.zeros((BLOCK,), tl.float32)
-    for number in range(tl.load(starts + row), tl.load(starts + row + 1)):
+    first, end = tl.load(starts + row).to(tl.int32), tl.load(starts + row + 1).to(tl.int32)
+    for number in range(first, end):
         place = tl.load(order + number) * WIDTH + columns
         total += tl.load(copies + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + columns, total.to(out.dtype.element_ty), mask=inside)
