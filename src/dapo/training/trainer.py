@@ -327,10 +327,10 @@ class Trainer:
             totals.computed_tokens += part.num_computed_tokens
             with clock("forward"):
                 states = self.policy.predicting_states(part)
-            *values, slopes = through_head(self.policy, part, states.detach(), inputs, objective, totals, clock)
+            found = through_head(self.policy, part, states.detach(), inputs, objective, totals, clock)
             with clock("backward"):
-                torch.autograd.backward(states, slopes)
-            totals.seen.append((part, *values))
+                torch.autograd.backward(states, found[2])
+            totals.seen.append((part, *found[:2]))
         with clock("backward"):
             held.collect(self._parameters)
         # later a difference is what was learned, and no mismatch; at the end, for each waits for the GPU
