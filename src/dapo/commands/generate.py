@@ -85,11 +85,8 @@ def generate(
                 return generate_episodes(config, texts, listener, _print_line if as_json else _print_episode)
             from dapo.inference.generate import generate_responses
 
-            show = (
-                (lambda one: _print_line(one.as_json()))
-                if as_json
-                else _printer(len(texts) + (data is not None), config)
-            )
+            several = len(texts) + (data is not None)
+            show = (lambda one: _print_line(one.as_json())) if as_json else _printer(several, config)
             generate_responses(config, texts, listener, show, top_logprobs)
 
 

@@ -47,8 +47,7 @@ def explain(item: Any, source: str, where: Mapping[str, str], root: type[BaseMod
         return
     place = _place(key, source, where)
     if item["type"] == "extra_forbidden":
-        if key not in where and not kind:  # a section that only overrides name: the key that one gives
-            key = next((one for one in where if one.startswith(f"{key}.")), key)
+        key = key if kind else _given(key, where)
         if kind and _kinds_with(path[-1]):
             of = f"{'.'.join(path[:-1])}.kind={kind}"
             yield f"{place}: {key}: not a key of {of}; it belongs to {', '.join(_kinds_with(path[-1]))}"
@@ -114,11 +113,14 @@ def _kinds_with(key: str) -> list[str]:
     return [kind for kind, section in REWARD_KINDS.items() if key in section.model_fields]
 
 
+def _given(key: str, where: Mapping[str, str]) -> str:
+    """The key, or one below it: an override of ``training.steps.x`` makes a mapping of ``training.steps``."""
+    return key if key in where else next((one for one in where if one.startswith(f"{key}.")), key)
+
+
 def _place(key: str, source: str, where: Mapping[str, str]) -> str:
-    """Of the key, of one below it (an override of ``training.steps.x`` makes a mapping of ``training.steps``) or of the
-    section that it is in."""
-    if key not in where:
-        key = next((one for one in where if one.startswith(f"{key}.")), key)
+    """Of the key, of one below it or of the section that it is in."""
+    key = _given(key, where)
     while key:
         if key in where:
             return where[key]

@@ -182,11 +182,11 @@ def hidden_tools(config: Config, template: PromptTemplate, prompt: Prompt) -> st
     tools = tools_of(environment_class(config.environment.name), "environment.name")
     names, seen = [tool["function"]["name"] for tool in tools], template.text(prompt.token_ids)
     hidden = [name for name in names if not re.search(rf"\b{name}\b", seen)]
-    told = (
+    if not hidden:
+        return ""
+    return (
         f"the model is not shown the tools of {config.environment.name}: {', '.join(hidden)}; a prompt does not name "
-    )
-    return f"{told}them, and there is no chat template to write them (data.template={config.data.template})" * bool(
-        hidden
+        f"them, and there is no chat template to write them (data.template={config.data.template})"
     )
 
 
