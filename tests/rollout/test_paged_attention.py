@@ -373,6 +373,19 @@ def test_large_batches_on_a_gpu(by_kernel, rows, most, group, kv_heads, dim, win
 
 
 @pytest.mark.gpu
+def test_the_kernel_is_compiled_once_for_every_number_of_splits(by_kernel) -> None:
+    from dapo.rollout.native.paged import attention_kernel
+
+    rows = make_rows(random_lengths(32, 500), 7, 2, 64, 16, BF16)
+    by_kernel(rows, 3)
+    kernels = (attention_kernel._attend, attention_kernel._combine)
+    before = [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+    for splits in (2, 5, 6, 9, 16):
+        by_kernel(rows, splits)
+    assert [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels] == before
+
+
+@pytest.mark.gpu
 def test_a_captured_graph_follows_the_pool() -> None:
     rows = make_rows(random_lengths(32, 500), 7, 2, 64, 16, BF16)
     expected, _ = by_reference(rows)

@@ -80,7 +80,7 @@ def _logit2(product, scaling, softcap):
     return logit
 
 
-@triton.jit(do_not_specialize=["layer", "pages"])
+@triton.jit(do_not_specialize=["layer", "pages", "splits"])
 def _attend(
     query,
     key,
@@ -93,6 +93,7 @@ def _attend(
     extremes,
     layer,
     pages,
+    splits,
     scaling,
     window,
     softcap,
@@ -109,7 +110,7 @@ def _attend(
     DIM: tl.constexpr,
     DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ONE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -126,7 +127,7 @@ def _attend(
     in_tile = (group < GROUP)[:, None] & (dim < DIM)[None, :]
     out_place = (row * (KV_HEADS * GROUP) + head)[:, None] * DIM + dim[None, :]
     if length < 0:
-        if SPLITS == 1:
+        if ONE:
             tl.store(out + out_place, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=in_tile)
         return
 
@@ -140,8 +141,8 @@ def _attend(
     if window is not None:
         first = tl.maximum(length + 1 - window, 0)
     blocks = tl.cdiv(length - first, BLOCK_N)
-    begin = first + blocks * split // SPLITS * BLOCK_N
-    end = tl.minimum(first + blocks * (split + 1) // SPLITS * BLOCK_N, length)
+    begin = first + blocks * split // splits * BLOCK_N
+    end = tl.minimum(first + blocks * (split + 1) // splits * BLOCK_N, length)
 
     column = tl.arange(0, BLOCK_N)
     table += row * table_row
@@ -192,25 +193,25 @@ def _attend(
         tl.store(keys + new_place, new_key, mask=dim < DIM)
         tl.store(values + new_place, new_value, mask=dim < DIM)
 
-    if SPLITS == 1:
+    if ONE:
         tl.store(out + out_place, (acc / weights_sum[:, None]).to(out.dtype.element_ty), mask=in_tile)
     else:
-        part = (row * (KV_HEADS * GROUP) + head) * SPLITS + split
+        part = (row * (KV_HEADS * GROUP) + head) * splits + split
         tl.store(extremes + 2 * part, scores_max, mask=group < GROUP)
         tl.store(extremes + 2 * part + 1, weights_sum, mask=group < GROUP)
         if split == 0 or begin < end:  # what has no token is not read either
             tl.store(partial + part[:, None] * DIM + dim[None, :], acc, mask=in_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
     partial,
     extremes,
     lengths,
     out,
+    splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -222,9 +223,9 @@ def _combine(
         tl.store(out + head * DIM + dim, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=dim < DIM)
         return
     split = tl.arange(0, BLOCK_S)
-    place = head * SPLITS + split
-    scores_max = tl.load(extremes + 2 * place, mask=split < SPLITS, other=float("-inf"))
-    weights_sum = tl.load(extremes + 2 * place + 1, mask=split < SPLITS, other=0.0)
+    place = head * splits + split
+    scores_max = tl.load(extremes + 2 * place, mask=split < splits, other=float("-inf"))
+    weights_sum = tl.load(extremes + 2 * place + 1, mask=split < splits, other=0.0)
     weight = tl.exp2(scores_max - tl.max(scores_max, 0))  # split 0 has the new token, so the maximum is finite
     used = (scores_max > float("-inf"))[:, None] & (dim < DIM)[None, :]
     acc = tl.load(partial + place[:, None] * DIM + dim[None, :], mask=used, other=0.0)
@@ -260,6 +261,7 @@ def launch(
         *(query, key, value, address, table, lengths, out, partial, extremes),
         spec.layer,
         shape.pages,
+        splits,
         spec.scaling,
         spec.window,
         spec.softcap,
@@ -274,7 +276,7 @@ def launch(
         DTYPE=_TYPES[shape.dtype],
         # Triton's interpreter, which runs this on a CPU in tests, would multiply the bits of bfloat16 as integers
         PRODUCT_DTYPE=_TYPES[shape.dtype] if query.is_cuda else tl.float32,
-        SPLITS=splits,
+        ONE=splits == 1,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=block_d,
         BLOCK_N=tile.block,
@@ -283,14 +285,11 @@ def launch(
     )
     if splits > 1:
         _combine[(rows, heads)](
-            partial,
-            extremes,
-            lengths,
-            out,
+            *(partial, extremes, lengths, out),
+            splits,
             HEADS=heads,
             DIM=dim,
-            SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_S=16 if splits <= 16 else triton.next_power_of_2(splits),
             BLOCK_D=block_d,
             num_warps=4,
         )
