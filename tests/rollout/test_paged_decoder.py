@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, Sampling
+from dapo.rollout.native import in_flight
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.pages import BlockTables, PageAllocator, PageArray, minimum_pages, slots_of
 from dapo.rollout.native.runner import Progress, Response, RowStart, Variant
@@ -211,6 +212,23 @@ def test_every_request_is_answered_exactly_once_over_ten_thousand() -> None:
         preempted += decoder.preemptions
         total += len(requests)
     assert preempted > 100
+
+
+@pytest.mark.parametrize(("stretch", "seeds"), [(4, [13, 14, 15, 20]), (1, [])])
+def test_numbers_of_samples_that_start_next_are_drawn_while_the_device_works(
+    monkeypatch: pytest.MonkeyPatch, stretch: int, seeds: list[int]
+) -> None:
+    """Of the first four that wait here. A CPU has no such time."""
+    drawn: list[int] = []
+    monkeypatch.setattr(in_flight, "DRAWN_AHEAD", 4)
+    monkeypatch.setattr(in_flight, "uniforms", lambda seed, count: drawn.append(seed))
+    decoder, _ = make(3, 40, 4, 20, stretch=stretch)
+    requests = [(0, Request(i, (5, 6), tuple(range(10 * i, 10 * i + 6)), Sampling(1.0, 12))) for i in (1, 2)]
+    for key, request in requests:
+        decoder.submit(key, request)
+    answers = decoder.step()
+    assert drawn == seeds
+    check_answers(requests, answers + drain(decoder))
 
 
 @settings(deadline=None, max_examples=60)

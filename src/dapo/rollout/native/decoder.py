@@ -25,7 +25,7 @@ import numpy.typing as npt
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.rollout.native.checks import check_request
-from dapo.rollout.native.in_flight import SampleInFlight, Told, Waiting
+from dapo.rollout.native.in_flight import SampleInFlight, Told, Waiting, draw_ahead
 from dapo.rollout.native.pages import BlockTables, PageAllocator, PageArray, minimum_pages, pages_for
 from dapo.rollout.native.runner import Fetch, RowStart, Runner, Variant
 from dapo.rollout.native.stopping import StopTexts
@@ -91,6 +91,7 @@ class Decoder:
         self._rows: dict[int, SampleInFlight] = {}  # in no order
         self._lengths = np.full(runner.rows, -1, np.int64)
         self._generated = np.zeros(runner.rows, np.int64)
+        self._limits = np.zeros(runner.rows, np.int64)
         self._ages = itertools.count()
         self._leaving: tuple[list[SampleInFlight | None], Fetch] | None = None  # None: cancelled since
         self.preemptions = 0
@@ -182,6 +183,8 @@ class Decoder:
         variant = Variant.of([sequence.request.sampling for sequence in self._rows.values()])
         self._runner.run(self._runner.rung(max(self._rows) + 1), steps, variant, self._tables.table)
         yield [*self.finished(), *drafts()]
+        if waits:
+            draw_ahead(self._waiting)
         self._collect()
         if not waits:
             yield [*self.finished(), *(self.drafts(told) if told else ())]
@@ -286,10 +289,9 @@ class Decoder:
         if not sequence.marks or sequence.marks[-1][1] != self.version:
             sequence.marks.append((len(done.tokens), self.version))
         self._rows[row] = sequence
-        self._lengths[row], self._generated[row] = waiting.cached, len(done.tokens)
-        seed = sequence.request.seeds[sequence.index]
-        sampling = sequence.request.sampling
-        return RowStart(row, int(waiting.tokens[-1]), waiting.cached, seed, sampling, done, waiting.prompt)
+        self._lengths[row], self._generated[row], self._limits[row] = waiting.cached, len(done.tokens), sequence.limit
+        last, sampling = int(waiting.tokens[-1]), sequence.request.sampling
+        return RowStart(row, last, waiting.cached, sequence.seed, sampling, done, waiting.prompt)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
@@ -300,8 +302,7 @@ class Decoder:
             return 1
         while True:
             rows = np.fromiter(self._rows, np.int64)
-            limits = np.array([sequence.limit for sequence in self._rows.values()], np.int64)
-            steps = np.minimum(limits - self._generated[rows], self._stretch)
+            steps = np.minimum(self._limits[rows] - self._generated[rows], self._stretch)
             wanted = self._lengths[rows] + steps
             missing = int(self._tables.missing(rows, wanted).sum())
             if missing <= self._pages.free:
@@ -339,8 +340,9 @@ class Decoder:
         for source, target in zip(sources, targets, strict=True):
             self._tables.move(source, target)
             self._rows[target] = self._rows.pop(source)
-            self._lengths[target], self._generated[target] = self._lengths[source], self._generated[source]
-            self._lengths[source] = -1
+        for of_row in (self._lengths, self._generated, self._limits):
+            of_row[targets] = of_row[sources]
+        self._lengths[sources] = -1
 
     # -- collect ---------------------------------------------------------------------------------------------------
 

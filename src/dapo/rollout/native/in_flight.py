@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,9 @@ from dapo.rollout.engine import Draft, Request
 from dapo.rollout.native.checks import not_finite
 from dapo.rollout.native.pages import PageArray
 from dapo.rollout.native.runner import NOTHING, Response
+from dapo.rollout.native.sampler import uniforms
 
+DRAWN_AHEAD = 128  # samples: more than end in a stretch of 1,024 rows
 Told = Mapping[int, Mapping[tuple[int, int], int]]
 """By key, request and index of a sample: how many of its tokens whoever watches has been told."""
 
@@ -51,6 +54,10 @@ class SampleInFlight:
     def tokens(self) -> npt.NDArray[np.int64]:
         """Prompt and response so far, as it waits."""
         return np.array([*self.request.prompt_ids, *self.done.tokens], np.int64)
+
+    @property
+    def seed(self) -> int:
+        return self.request.seeds[self.index]
 
     @property
     def limit(self) -> int:
@@ -92,3 +99,10 @@ class Waiting:
     @property
     def cached(self) -> int:
         return len(self.tokens) - 1
+
+
+def draw_ahead(queue: Iterable[Waiting]) -> None:
+    """Have :func:`uniforms` draw, and keep, the numbers of the samples that start next."""
+    coming = (sequence for waiting in queue for sequence in waiting.sequences)
+    for sequence in itertools.islice(coming, DRAWN_AHEAD):
+        uniforms(sequence.seed, sequence.limit)

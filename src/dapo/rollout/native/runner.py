@@ -54,8 +54,9 @@ class Variant:
 
     @classmethod
     def of(cls, asked: Sequence[Sampling]) -> Variant:
-        truncates = any(one.top_k or one.top_p < 1 or one.min_p for one in asked)
-        return cls(truncates, max(one.top_logprobs for one in asked))
+        different = {id(one): one for one in asked}.values()  # samples of a request share theirs
+        truncates = any(one.top_k or one.top_p < 1 or one.min_p for one in different)
+        return cls(truncates, max(one.top_logprobs for one in different))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ one that every device can follow.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +58,10 @@ class RowSettings:
         return RowSettings(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
+@functools.lru_cache(maxsize=256)  # twice what is drawn ahead (in_flight.py)
 def uniforms(seed: int, count: int) -> Tensor:
-    """The ``count`` uniform numbers in [0, 1) that decide the tokens of the sample with this seed; float64."""
+    """The ``count`` uniform numbers in [0, 1) that decide the tokens of the sample with this seed; float64. To be read
+    only, as a second call may return the same tensor."""
     return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).random(count))
 
 
