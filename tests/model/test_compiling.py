@@ -16,7 +16,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from dapo.model.compiling import compile_layers, decoder_layers, keep_compiled_code
+from dapo.model.compiling import compile_ends, compile_layers, decoder_layers, keep_compiled_code
 from dapo.model.forward import hidden_states
 from dapo.model.loading import load_model
 from dapo.model.packed import PackedAttention
@@ -52,6 +52,18 @@ def test_all_layers_of_a_kind_share_one_piece_of_code(architecture: str, kinds: 
         torch.testing.assert_close(forward(compiled, lengths), forward(model, lengths), atol=1e-6, rtol=1e-5)
     assert counters["stats"]["unique_graphs"] == kinds
     assert not compiled.state_dict().keys() - model.state_dict().keys(), "layer numbers are no weights"
+
+
+@pytest.mark.parametrize(("architecture", "pieces"), [("qwen2", 2), ("gemma3_text", 2), ("gpt2", 0)])
+def test_what_surrounds_the_layers_is_compiled_once_for_all_lengths(architecture: str, pieces: int) -> None:
+    model = load_model(random_model(architecture))
+    compiled = copy.deepcopy(model)
+    torch._dynamo.reset()
+    counters.clear()
+    compile_ends(compiled, backend="aot_eager")
+    for lengths in ([FIRST_TOKENS], [5, 3], [16], [7, 9, 21]):
+        torch.testing.assert_close(forward(compiled, lengths), forward(model, lengths), atol=1e-6, rtol=1e-5)
+    assert counters["stats"]["unique_graphs"] == pieces and not counters["graph_break"]
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])

@@ -7,10 +7,12 @@ tested where there is a GPU (those marked gpu).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import functools
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,8 +25,10 @@ from dapo.rollout.engine import Draft, EngineError, Request, Sampling
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.native.paged import build
+from dapo.rollout.native.paged import runner as runner_module
 from dapo.rollout.native.paged.runner import ladder
 from dapo.rollout.native.pages import minimum_pages
+from dapo.rollout.native.runner import Variant
 from dapo.rollout.native.slots import slot_decoder
 from helpers import ARCHITECTURES, VOCAB, random_model
 
@@ -237,6 +241,50 @@ def test_warming_up_touches_no_page_of_a_sequence() -> None:
     while decoder.busy:
         out += decoder.step()
     check_equal({(s.request_id, s.index): s for _, s in out}, run(slots(model), asked))
+
+
+def test_steps_for_fewer_rows_are_captured_in_long_stretches_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in each, the most rows first; trying them between the steps of the others changes no token."""
+    model = random_model("qwen2")
+    decoder = paged(model, rows=40)
+    runner = cast(Any, decoder._runner)
+    recording: list[Any] = []
+
+    class Graph:
+        def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+            recording.append(self)
+
+        def capture_end(self) -> None:
+            recording.pop()
+
+        def replay(self) -> None:
+            self.step()
+
+    def step(rows: int, variant: Variant) -> None:
+        if recording:
+            recording[0].step = functools.partial(runner._step, rows, variant)
+        else:
+            runner._step(rows, variant)
+
+    for name, fake in {
+        "CUDAGraph": Graph,
+        "Stream": lambda device: None,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(runner_module, "LONG_STRETCH", 5)
+    steps = runner._steps = runner_module._CudaSteps(step, runner.state)
+    captured = []
+    asked = [Request(0, (5, 6, 7), tuple(range(17)), Sampling(1.0, 13))]
+    decoder.submit(0, asked[0])
+    answers = []
+    while decoder.busy:
+        answers += decoder.step()
+        captured.append([rows for rows, _ in steps._graphs])
+    check_equal({(s.request_id, s.index): s for _, s in answers}, run(slots(model), asked))
+    assert captured[:3] == [[32, 16], [32, 16, 8], [32, 16, 8]], "the third stretch has 3 steps, too few to hide it"
 
 
 def test_an_engine_that_sleeps_is_not_run() -> None:

@@ -46,6 +46,13 @@ def compile_layers(model: Any, **options: Any) -> None:
         layer.compile(dynamic=True, fullgraph=True, **options)
 
 
+def compile_ends(model: Any, **options: Any) -> None:
+    """The same for what surrounds the layers in many small kernels: rotary angles and the last norm."""
+    for name in ("rotary_emb", "norm"):
+        if (module := getattr(model.base_model, name, None)) is not None:
+            module.compile(dynamic=True, **options)
+
+
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers of the backbone.
     Raises ValueError: the model has no list of as many modules as its config has layers."""

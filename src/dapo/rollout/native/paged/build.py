@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError
-from dapo.model.compiling import compile_layers
+from dapo.model.compiling import compile_ends, compile_layers
 from dapo.model.loading import key_value_heads
 from dapo.rollout.native.decoder import PREFILL_TOKENS, STRETCH, Decoder
+from dapo.rollout.native.paged.joined import join_products
 from dapo.rollout.native.paged.pool import Pool, PoolShape
 from dapo.rollout.native.paged.runner import PagedRunner
 from dapo.rollout.native.pages import minimum_pages, pages_for
@@ -22,6 +23,8 @@ PAGE_TOKENS = 32
 """Half a page per sequence is wasted, and a table entry is read per page: 32 tokens keep both under 5% and 1%."""
 FREE_SHARE = 0.9
 """Of the memory left over, what a cache of unstated size may take: other programs and fragments need the rest."""
+
+COMPILE_ENDS = True  # 15 kernels of a step less, for seconds of a start with nothing compiled
 
 
 def paged_decoder(
@@ -38,7 +41,7 @@ def paged_decoder(
     """A decoder for ``model``, on the device that it is on.
 
     Args:
-        model: from :func:`dapo.model.loading.load_model`; its layers are compiled if it is on CUDA.
+        model: from :func:`dapo.model.loading.load_model`; its products are joined, and on CUDA its layers compiled.
         cache_bytes: for keys and values; None: what is free, and no more than all rows can use.
         spare_bytes: of the device, to leave to others where ``cache_bytes`` is None.
 
@@ -46,6 +49,7 @@ def paged_decoder(
     """
     device = next(model.parameters()).device
     shape = pool_shape(model)
+    join_products(model)
     per_row = pages_for(max_sequence_tokens, PAGE_TOKENS)
     rows = Rows(max_concurrent_samples, max_sequence_tokens, per_row, stop_token_ids, device)
     most = max_concurrent_samples * (per_row + 1) + 1  # each may have the copy of a prompt's last page; and page 0
@@ -60,16 +64,13 @@ def paged_decoder(
             f"there is room for {_gib(cache_bytes)} on {device}; shorten rollout.max_response_length, lower "
             "rollout.max_concurrent_samples, or raise rollout.cache_gib"
         )
-    runner = PagedRunner(
-        model,
-        Pool(replace(shape, pages=pages), device),
-        rows,
-        max_sequence_tokens=max_sequence_tokens,
-        pinned=deterministic,
-    )
+    pool = Pool(replace(shape, pages=pages), device)
+    runner = PagedRunner(model, pool, rows, max_sequence_tokens=max_sequence_tokens, pinned=deterministic)
     runner.wake()
     if device.type == "cuda":
         compile_layers(model)
+        if COMPILE_ENDS:
+            compile_ends(model)
         runner.warm_up()
     return Decoder(
         runner,

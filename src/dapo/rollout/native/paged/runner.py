@@ -26,15 +26,16 @@ from dapo.rollout.native.paged.draw import draw
 from dapo.rollout.native.paged.pool import Pool
 from dapo.rollout.native.pages import PageArray, slots_of
 from dapo.rollout.native.rows import IDLE, Rows, RowsRunner
-from dapo.rollout.native.runner import RowStart, Variant
+from dapo.rollout.native.runner import Progress, RowStart, Variant
 from dapo.rollout.native.sampler import top_logprobs
 
 PREFILL_MULTIPLE = 64  # tokens of a prefill pass are filled up to a multiple of it: aligned rows for matrix products
 
 FIRST_TOKENS = 67
+LONG_STRETCH = 24  # steps that take about as long as capturing one for fewer rows
 
 _CAPTURING = threading.Lock()
-"""Beginning a capture waits for the whole device, which breaks one that another engine has begun on it."""
+"""Giving memory back waits for the whole device, which breaks a capture that another engine has begun on it."""
 
 
 class PagedRunner(RowsRunner):
@@ -55,6 +56,7 @@ class PagedRunner(RowsRunner):
         self._max_sequence = max_sequence_tokens
         self._ladder = [rows.count] if pinned else ladder(rows.count)
         self._steps = _CudaSteps(self._step, rows) if rows.device.type == "cuda" else None
+        self._ahead: list[tuple[int, Variant]] = []  # of what to capture next, the first that is not captured yet
 
     def rung(self, rows: int) -> int:
         return next(rung for rung in self._ladder if rung >= rows)
@@ -109,6 +111,15 @@ class PagedRunner(RowsRunner):
                 self._steps.replay(rows, variant)
             else:
                 self._step(rows, variant)
+        fewer = self._ladder[: self._ladder.index(rows)] if steps >= LONG_STRETCH else []
+        self._ahead = [(rung, variant) for rung in reversed(fewer)]
+
+    @torch.inference_mode()
+    def progress(self) -> Progress:
+        """While the device is at work, a step for fewer rows is captured: towards the end there will be fewer."""
+        if self._steps:
+            self._steps.prepare_one(self._ahead)
+        return super().progress()
 
     def sleep(self) -> None:
         """Everything but the pool stays: weights, rows, and what the graphs hold."""
@@ -151,36 +162,55 @@ class PagedRunner(RowsRunner):
 
 
 class _CudaSteps:
-    """A captured graph for each number of rows and variant of a step, made when it is first wanted."""
+    """A captured graph for each number of rows and variant of a step, made when it is first wanted, or before."""
 
     def __init__(self, step: Any, rows: Rows) -> None:
         self._step = step
         self._rows = rows
         self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
         self._graphs: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
 
     def replay(self, rows: int, variant: Variant) -> None:
         key = (rows, variant)
         if key not in self._graphs:
             with _CAPTURING:
+                self._try(rows, variant)
+                torch.cuda.empty_cache()  # the graph takes its memory from elsewhere
                 self._graphs[key] = self._capture(rows, variant)
         self._graphs[key].replay()
+
+    def prepare_one(self, wanted: Sequence[tuple[int, Variant]]) -> None:
+        """Capture the first that has no graph yet. Nothing here waits for the device, which goes on meanwhile."""
+        for key in wanted:
+            if key not in self._graphs:
+                with _CAPTURING:
+                    self._try(*key)
+                    self._graphs[key] = self._capture(*key)
+                return
 
     def forget(self) -> None:
         """The addresses of something have changed."""
         self._graphs.clear()
         self._memory = torch.cuda.graph_pool_handle()
 
-    def _capture(self, rows: int, variant: Variant) -> torch.cuda.CUDAGraph:
-        """The first run compiles kernels, which capturing cannot; with all rows idle it changes nothing."""
+    def _try(self, rows: int, variant: Variant) -> None:
+        """The first run loads and compiles kernels, which capturing cannot; with all rows idle it changes nothing."""
         lengths = self._rows.lengths.clone()
         self._rows.lengths.fill_(IDLE)
         self._step(rows, variant)
         self._rows.lengths.copy_(lengths)
+
+    def _capture(self, rows: int, variant: Variant) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # what other threads do on the device meanwhile is not this graph's concern
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            self._step(rows, variant)
+        # not by torch.cuda.graph(), which waits for the device first
+        with torch.cuda.stream(self._stream):
+            # what other threads do on the device meanwhile is not this graph's concern
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                self._step(rows, variant)
+            finally:
+                graph.capture_end()
         return graph
 
 
