@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class FlashLayout:
         borders = [list(itertools.accumulate(counts, initial=0)) for counts in (own, lengths)]
         queries, keys = torch.tensor(borders, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
         self._borders = (queries, keys, max(own, default=0), max(lengths, default=0))
-        self._place = place if any(shared) else None
+        self._place, self._tokens = place if any(shared) else None, sum(own)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
@@ -92,8 +93,7 @@ class FlashLayout:
             **_left(window),
         )
         of_query, *of_copies = grads
-        tokens = key.shape[2]
-        return tuple(g.transpose(0, 1).unsqueeze(0) for g in (of_query, *(self._add_up(g, tokens) for g in of_copies)))
+        return tuple(g.transpose(0, 1).unsqueeze(0) for g in (of_query, *map(self._add_up, of_copies)))
 
     def _rows(self, query: Tensor, *pairs: Tensor) -> list[Tensor]:
         """``[tokens, heads, D]`` each, keys and values with a copy for each sequence that shares them."""
@@ -102,12 +102,20 @@ class FlashLayout:
             across[1:] = [x.index_select(0, self._place) for x in across[1:]]
         return across
 
-    def _add_up(self, grad: Tensor, tokens: int) -> Tensor:
-        """From the gradient of the copies that of the ``tokens`` of the row."""
+    def _add_up(self, grad: Tensor) -> Tensor:
+        """From the gradient of the copies that of the tokens of the row."""
         if self._place is None:
             return grad
-        total = torch.zeros(tokens, *grad.shape[1:], dtype=torch.float32, device=grad.device)
-        return total.index_add_(0, self._place, grad.float()).to(grad.dtype)
+        from dapo.model.flash_kernels import add_up_copies
+
+        return add_up_copies(grad, *self._copies)
+
+    @cached_property
+    def _copies(self) -> tuple[Tensor, Tensor]:
+        """Where in the second those of each token of the row begin, and all copies by token."""
+        assert self._place is not None
+        places, order = self._place.sort(stable=True)
+        return torch.searchsorted(places, torch.arange(self._tokens + 1, device=places.device)), order
 
 
 def _left(window: int | None) -> dict[str, int]:
