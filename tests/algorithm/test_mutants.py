@@ -73,7 +73,7 @@ MUTANTS = [
     ("objective.py", "(logprobs - proximal).clamp", "(proximal - logprobs).clamp"),
     ("objective.py", "return logprobs, known.proximal_logprobs\n", "return logprobs, known.behaviour_logprobs\n"),
     # objective: masks and divisors
-    ("objective.py", "return torch.where(mask, values, torch.zeros_like(values))", "return values * mask"),
+    ("objective.py", "return torch.where(mask, values, 0)", "return values * mask"),
     ("objective.py", "value.is_floating_point():", "value.is_floating_point() and field.name != 'weights':"),
     ("objective.py", "logprobs = _select(inputs.mask, logprobs)", "logprobs = logprobs"),
     ("objective.py", "(known.weights * loss).sum()", "(known.weights * loss).mean()"),
@@ -107,7 +107,7 @@ MUTANTS = [
     ("objective.py", "(ratio < 1 - self.clip_ratio_low)", "(ratio < 1 - self.clip_ratio_high)"),
     ("objective.py", "average(probability, clipped_up)", "average(probability * clipped_up, mask)"),
     ("objective.py", "known.proximal_logprobs, logprobs, ", "logprobs, known.proximal_logprobs, "),
-    ("objective.py", "where.sum().double()", "torch.tensor(float(len(where)))"),
+    ("objective.py", "where.sum(dtype=torch.float64)", "torch.tensor(float(len(where)))"),
     # kin
     ("advantage.py", "(numbers - values.mean())", "(numbers - numbers.mean())"),
     ("advantage.py", "if _flat(values):\n        return torch.zeros_like(numbers)", "if False:\n        pass"),

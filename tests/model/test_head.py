@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dapo.model.forward import Head, products_of
-from dapo.model.head import token_logprobs
+from dapo.model.head import for_chunks, token_logprobs
 
 
 def plain(hidden, head, targets, temperature):
@@ -224,3 +224,31 @@ def test_the_precision_of_other_products_is_as_it_was_whoever_comes_last() -> No
     assert matmul.fp32_precision == "bf16"
     second.__exit__(None, None, None)
     assert matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("product_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("before", [False, True])
+def test_chunks_with_a_backward_pass_each_add_up_in_the_weights_gradient(before, product_dtype):
+    hidden, head, targets = make(9, dtype=torch.float32, softcap=2.0)
+    results = []
+    for chunked in (False, True):
+        hidden.grad = head.bias.grad = None
+        head.weight.grad = torch.ones_like(head.weight) if before else None
+        use = for_chunks(head, hidden, product_dtype) if chunked else head
+        kept, found = head.weight.grad, []
+        for rows in (slice(0, 4), slice(4, 8), slice(8, 9)) if chunked else (slice(0, 9),):
+            logprobs, entropy = token_logprobs(hidden[rows], use, targets[rows], 0.7, product_dtype=product_dtype)
+            (logprobs.sum() + entropy.square().sum()).backward()
+            found.append(torch.stack([logprobs, entropy]))
+        if chunked:
+            assert head.weight.grad is kept
+        results.append([torch.cat(found, 1), hidden.grad, head.bias.grad, head.weight.grad])
+    for have, want in zip(*results, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_weight_gets_no_gradient_from_chunks():
+    hidden, head, targets = make(3, dtype=torch.float32)
+    head = for_chunks(Head(head.weight.detach(), head.bias), hidden, torch.float32)
+    token_logprobs(hidden, head, targets, 1.0)[0].sum().backward()
+    assert head.weight.grad is head.gradient is None and head.bias.grad.any()

@@ -112,8 +112,8 @@ def test_what_was_handed_to_the_loss_is_named(trainer, batch, name):
 def test_a_minus_infinite_log_probability_is_a_fault_though_the_loss_is_finite(trainer, monkeypatch):
     read = type(trainer.policy).read
 
-    def impossible(policy, states, targets):
-        logprobs, entropy = read(policy, states, targets)
+    def impossible(policy, states, targets, head=None):
+        logprobs, entropy = read(policy, states, targets, head)
         return torch.where(targets == 47, -math.inf, logprobs), entropy
 
     monkeypatch.setattr(type(trainer.policy), "read", impossible)

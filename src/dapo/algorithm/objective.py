@@ -82,7 +82,7 @@ class TokenInputs:
 def _select(mask: Tensor, values: Tensor) -> Tensor:
     """``values`` in float32 or better, 0 where masked (no gradient there)."""
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    return torch.where(mask, values, torch.zeros_like(values))
+    return torch.where(mask, values, 0)
 
 
 # --- computed once for an optimizer mini-batch --------------------------------------------------------------------
@@ -358,4 +358,4 @@ def token_statistics(logprobs: Tensor, entropy: Tensor, inputs: TokenInputs, est
 
 def average(values: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     """A statistic: (sum, count) of ``values`` at the selected positions."""
-    return torch.where(where, values.detach().double(), 0).sum(), where.sum().double()
+    return torch.where(where, values.detach(), 0).sum(dtype=torch.float64), where.sum(dtype=torch.float64)

@@ -22,12 +22,16 @@ class Head:
     """The output head as plain tensors: ``logits = softcap(scale * (hidden @ weight.T + bias))``.
 
     Shapes: ``weight`` ``[V, d]``, ``bias`` ``[V]`` or None. ``softcap(z) = c tanh(z / c)``; None: off.
+    For a head that is read chunk by chunk (:func:`dapo.model.head.for_chunks`): ``rounded`` is the weight as it goes
+    into products, and to ``gradient`` the gradient of the weight is added, in place of autograd.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+    rounded: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits ``[R, V]`` of hidden states ``[R, d]``."""

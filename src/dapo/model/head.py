@@ -15,6 +15,8 @@ are, and as the engine's weights are anyway; it is summed in float32. Rounding t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +78,8 @@ def token_logprobs(
         raise ValueError(
             f"expected hidden [R, d] and targets [R], got {tuple(hidden.shape)} and {tuple(targets.shape)}"
         )
-    settings = _Settings(head.scale, head.softcap, temperature, chunk_tokens, product_dtype)
+    rest = (temperature, chunk_tokens, product_dtype, head.rounded, head.gradient)
+    settings = _Settings(head.scale, head.softcap, *rest)
     apply: Any = _TokenLogprobs.apply  # untyped in torch
     logprobs, entropy = apply(hidden, head.weight, head.bias, targets, settings)
     return logprobs, entropy
@@ -88,6 +91,18 @@ class _Settings(NamedTuple):
     temperature: float
     chunk_tokens: int
     product_dtype: torch.dtype
+    rounded: Tensor | None
+    gradient: Tensor | None
+
+
+def for_chunks(head: Head, hidden: Tensor, product_dtype: torch.dtype) -> Head:
+    """``head``, for several calls of :func:`token_logprobs` with parts of ``hidden``, each with its backward pass: the
+    weight is rounded once, and its gradient added to ``weight.grad`` by the products themselves."""
+    weight, dtype = head.weight, _compute_dtype(hidden)
+    adds = weight.requires_grad and weight.dtype == dtype
+    if adds and weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return replace(head, rounded=_input(weight.detach(), dtype, product_dtype), gradient=weight.grad if adds else None)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -107,7 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
         parts = list(chunks(len(targets), settings.chunk_tokens))
         with torch.autocast(hidden.device.type, enabled=False), products_of(settings.product_dtype):
             for rows in parts:
-                logits = _logits(_input(hidden[rows], dtype, settings), *head, settings)
+                logits = _logits(_input(hidden[rows], dtype, settings.product_dtype), *head, settings)
                 logprobs[rows], entropy[rows], divisors[rows] = _read(logits, targets[rows], settings)
         if len(parts) == 1 and any(ctx.needs_input_grad):
             ctx.kept = (logits, head)
@@ -125,10 +140,10 @@ class _TokenLogprobs(torch.autograd.Function):
         wide_weight, wide_bias = head or _inputs(weight, bias, dtype, ctx.settings)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = grad_bias = None
+        grad_weight, grad_bias = ctx.settings.gradient, None
         with torch.autocast(hidden.device.type, enabled=False), products_of(ctx.settings.product_dtype):
             for rows in chunks(len(targets), ctx.settings.chunk_tokens):
-                chunk = _input(hidden[rows], dtype, ctx.settings)
+                chunk = _input(hidden[rows], dtype, ctx.settings.product_dtype)
                 grad = _grad_logits(
                     _logits(chunk, wide_weight, wide_bias, ctx.settings) if kept is None else kept,
                     targets[rows],
@@ -147,7 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad_bias = of_rows if grad_bias is None else grad_bias + of_rows
         return (
             grad_hidden,
-            _as(grad_weight, weight) if need_weight else None,
+            _as(grad_weight, weight) if need_weight and ctx.settings.gradient is None else None,
             _as(grad_bias, bias) if need_bias and bias is not None else None,
             None,
             None,
@@ -158,9 +173,9 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def _input(tensor: Tensor, dtype: torch.dtype, settings: _Settings) -> Tensor:
+def _input(tensor: Tensor, dtype: torch.dtype, product_dtype: torch.dtype) -> Tensor:
     """``tensor`` as it goes into a product: in ``dtype``, with no more digits than the product is to take."""
-    if settings.product_dtype != torch.bfloat16:
+    if product_dtype != torch.bfloat16:
         return tensor.to(dtype)
     rounded = tensor.to(torch.bfloat16)
     return rounded if _by_kernels(rounded, dtype) else rounded.to(dtype)
@@ -169,7 +184,8 @@ def _input(tensor: Tensor, dtype: torch.dtype, settings: _Settings) -> Tensor:
 def _inputs(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, settings: _Settings
 ) -> tuple[Tensor, Tensor | None]:
-    return _input(weight, dtype, settings), None if bias is None else bias.to(dtype)
+    rounded = _input(weight, dtype, settings.product_dtype) if settings.rounded is None else settings.rounded
+    return rounded, None if bias is None else bias.to(dtype)
 
 
 def _by_kernels(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -188,7 +204,23 @@ def _add(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """``total + left @ right``, in place; None: nothing yet."""
     if total is None:
         return _product(left, right)
-    return total.add_(_product(left, right)) if left.dtype == torch.bfloat16 else total.addmm_(left, right)
+    if left.dtype != torch.bfloat16:
+        return total.addmm_(left, right)
+    if _adds_wide(left.device):
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+        return total
+    return total.add_(_product(left, right))
+
+
+@cache
+def _adds_wide(device: torch.device) -> bool:
+    """Whether PyTorch adds the product of bfloat16 matrices to a float32 one: older ones want all in one type."""
+    total, ones = (torch.ones(16, 16, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+    except (RuntimeError, AttributeError):
+        return False
+    return bool((total == 17).all())
 
 
 def _as(grad: Tensor | None, of: Tensor) -> Tensor:

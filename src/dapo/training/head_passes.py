@@ -25,7 +25,8 @@ def through_head(
     sequences or pairs gets the log-probs of all tokens first; then the logits of each chunk are computed once more,
     with the slope of the loss at its tokens.
     """
-    parts = list(chunks(len(states), policy.rows_at_once))
+    at_once, head = policy.in_chunks(states)
+    parts = list(chunks(len(states), at_once))
 
     def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
         cut = select_tokens(inputs, part.index[rows])
@@ -37,7 +38,7 @@ def through_head(
     slopes: tuple[torch.Tensor | None, ...] | None = None
     if unit_of(objective) != "token":
         with clock("forward"), torch.no_grad():
-            read = [policy.read(states[rows], part.targets[rows]) for rows in parts]
+            read = [policy.read(states[rows], part.targets[rows], head) for rows in parts]
         logprobs, entropy = (torch.cat(values).requires_grad_() for values in zip(*read, strict=True))
         with clock("forward"):
             loss = loss_of(logprobs, entropy, slice(None))
@@ -47,7 +48,7 @@ def through_head(
     for rows in parts:
         with clock("forward"):
             leaf = states[rows].requires_grad_()
-            values = policy.read(leaf, part.targets[rows])
+            values = policy.read(leaf, part.targets[rows], head)
             if slopes is None:
                 loss = loss_of(*values, rows)
             else:

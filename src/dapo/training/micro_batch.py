@@ -33,6 +33,7 @@ class MicroBatch:
         shared: for each sequence, how many tokens of it, its prompt or none, stand in the place of another's.
         predictors: ``[R]``: where in the row the token stands whose hidden state predicts each response token.
         targets: ``[R]``: the response tokens.
+        last: whether there is none after it.
     """
 
     batch: TokenBatch
@@ -43,6 +44,7 @@ class MicroBatch:
     shared: Sequence[int]
     predictors: torch.Tensor
     targets: torch.Tensor
+    last: bool = False
 
     @property
     def num_computed_tokens(self) -> int:
@@ -98,12 +100,14 @@ def micro_batches(
         ConfigError: one that is not to be divided is longer than the budget.
     """
     rank, ranks = share
-    for sequences in cut(batch, token_budget, whole_groups, ranks)[rank::ranks]:
+    plan = [rows for rows in cut(batch, token_budget, whole_groups, ranks)[rank::ranks] if lockstep or len(rows)]
+    for number, sequences in enumerate(plan, 1):
         if lockstep and not batch.response_lengths[sequences].any():
-            nothing = micro_batch(_NOTHING, np.arange(1), device)
-            yield replace(nothing, index=nothing.index[:0])
-        elif len(sequences):
-            yield micro_batch(batch, sequences, device)
+            part = micro_batch(_NOTHING, np.arange(1), device)
+            part = replace(part, index=part.index[:0])
+        else:
+            part = micro_batch(batch, sequences, device)
+        yield replace(part, last=number == len(plan))
 
 
 _NOTHING = TokenBatch(

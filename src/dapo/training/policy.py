@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dapo.model.compiling import compile_layers
-from dapo.model.forward import hidden_states, output_head
-from dapo.model.head import chunk_rows, token_logprobs
+from dapo.model.forward import Head, hidden_states, output_head
+from dapo.model.head import chunk_rows, for_chunks, token_logprobs
 from dapo.model.loading import copy_model
 from dapo.model.packed import PackedAttention
 from dapo.records import TokenBatch
@@ -43,11 +43,8 @@ class Policy:
         """What this rank is to compute of a batch, each to be computed before the next one is taken."""
         share = (self.held.ranks.rank, self.held.ranks.size)
         budget, lockstep = self.tokens_per_micro_batch, self.held.lockstep
-        parts = micro_batches(batch, budget, self.device, whole_groups, share, lockstep)
-        following = next(parts, None)
-        while (part := following) is not None:
-            following = next(parts, None)
-            self.held.begin_pass(last=following is None)
+        for part in micro_batches(batch, budget, self.device, whole_groups, share, lockstep):
+            self.held.begin_pass(part.last)
             yield part
 
     def evaluate(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,16 +64,17 @@ class Policy:
         # index_select and not hidden[...]: it copies whole rows, in half the time on CPU
         return hidden.index_select(0, part.predictors)
 
-    @property
-    def rows_at_once(self) -> int:
-        """For how many of the states :meth:`read` keeps the logits until the backward pass."""
-        return chunk_rows(self.device, output_head(self.model).weight.shape[0])
-
-    def read(self, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, states: torch.Tensor, targets: torch.Tensor, head: Head | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The second half, token by token: log-probs and entropies ``[r]`` of any ``[r, d]`` of the states."""
-        return token_logprobs(
-            states, output_head(self.model), targets, self.temperature, product_dtype=self.compute_dtype
-        )
+        head = output_head(self.model) if head is None else head
+        return token_logprobs(states, head, targets, self.temperature, product_dtype=self.compute_dtype)
+
+    def in_chunks(self, states: torch.Tensor) -> tuple[int, Head | None]:
+        """How many of ``states`` :meth:`read` is to have at a time, and ``head``, if each gets its backward pass."""
+        head = output_head(self.model)
+        return chunk_rows(self.device, head.weight.shape[0]), for_chunks(head, states, self.compute_dtype)
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
@@ -100,5 +98,5 @@ class Policy:
         """
         model = copy_model(self.model)
         if self.device.type == "cuda":
-            compile_layers(model)
+            compile_layers(model, self.compute_dtype)
         return replace(self, model=model)

@@ -35,11 +35,10 @@ def score_trainer(model: Any, config: TrainingConfig, dtype: torch.dtype, held: 
 class ScorePolicy(Policy):
     """Scores in place of log-probabilities: one for each state, and no entropy."""
 
-    @property
-    def rows_at_once(self) -> int:
-        return _ROWS_AT_ONCE
+    def in_chunks(self, states: torch.Tensor) -> tuple[int, None]:
+        return _ROWS_AT_ONCE, None
 
-    def read(self, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, states: torch.Tensor, targets: torch.Tensor, head: None = None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         with torch.autocast(states.device.type, enabled=False):
             scores = torch.nn.functional.linear(states.float(), self.model.score.weight).squeeze(-1)
         return scores, torch.zeros_like(scores)

@@ -94,7 +94,7 @@ class Trainer:
         held = held or Replica()
         self._published = held.take(model, compute_dtype)
         if held.device(model).type == "cuda":
-            compile_layers(model)
+            compile_layers(model, compute_dtype)
         if config.activation_checkpointing:
             checkpoint_layers(model)
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype, held)
@@ -327,16 +327,15 @@ class Trainer:
             totals.computed_tokens += part.num_computed_tokens
             with clock("forward"):
                 states = self.policy.predicting_states(part)
-            logprobs, entropy, slopes = through_head(
-                self.policy, part, states.detach(), inputs, objective, totals, clock
-            )
+            found = through_head(self.policy, part, states.detach(), inputs, objective, totals, clock)
             with clock("backward"):
-                torch.autograd.backward(states, slopes)
-            totals.seen.append((part.index, logprobs, entropy))
-            if not self._unpublished:  # later a difference is what was learned, and no mismatch
-                totals.mismatch += measure_mismatch(part.batch, logprobs, self.version)
+                torch.autograd.backward(states, found[2])
+            totals.seen.append((part, *found[:2]))
         with clock("backward"):
             held.collect(self._parameters)
+        # later a difference is what was learned, and no mismatch; at the end, for each waits for the GPU
+        for part, logprobs, _ in () if self._unpublished else totals.seen:
+            totals.mismatch += measure_mismatch(part.batch, logprobs, self.version)
         totals.join(held.ranks)
 
     def _apply(self, totals: Totals) -> tuple[float, bool]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dapo.training.micro_batch import MicroBatch
 from dapo.training.parallel.ranks import Ranks
 from dapo.training.update_report import Mismatch
 
@@ -25,8 +26,8 @@ class Totals:
     computed_tokens: int = 0
     bad_logprobs: torch.Tensor | int = 0
     """Loss tokens whose log-probability is not finite."""
-    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Of each micro-batch: where its response tokens stand in the batch, their log-probs and entropies."""
+    seen: list[tuple[MicroBatch, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Each micro-batch, with log-probs and entropies of its response tokens."""
 
     def add(
         self,
@@ -63,8 +64,8 @@ class Totals:
             return None
         found = torch.zeros((2, count), device=self.loss.device)
         if self.seen:
-            index, *values = map(torch.cat, zip(*self.seen, strict=True))
-            found[:, index] = torch.stack(values).float()
+            parts, *values = zip(*self.seen, strict=True)
+            found[:, torch.cat([part.index for part in parts])] = torch.stack([*map(torch.cat, values)]).float()
         ranks.add_up(found)
         logprobs, entropy = found.cpu()
         return logprobs.numpy(), entropy.half().numpy()
