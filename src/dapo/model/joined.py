@@ -1,58 +1,94 @@
-"""Queries, keys and values as one product with their input.
+"""Linear layers of one input as one product: query, key and value, and in an engine gate and up.
 
-Three write three gradients of the same input, which then have to be read and added up, and those of keys and values are
-too narrow for a GPU. Parameters stay as they are: a pass lays their casts, which autocast would make, side by side.
+A narrow product fills a GPU badly, and in decoding below some hundred rows the number of kernels sets the pace. In
+training, three products write three gradients of the same input, which then have to be read and added up. Parameters
+keep their names, shapes and values, and nothing is held twice.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SIBLINGS = ("q_proj", "k_proj", "v_proj")  # in the order of their calls
+from dapo.model.adapters import has_adapter
+
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that it calls on one input, in this order."""
 
 
-def join_products(model: Any, dtype: torch.dtype) -> None:
-    """Join those of ``model``, but for layers with an adapter. ``dtype``: that products are computed in."""
-    for module in model.modules():
-        linears: list[Any] = [getattr(module, name, None) for name in SIBLINGS]
-        if all(type(linear) is nn.Linear for linear in linears) and len({x.bias is None for x in linears}) == 1:
-            first, *others = linears
-            first.__class__ = _First
-            first.others, first.dtype = tuple(others), dtype  # in a tuple, modules are nobody's children
-            for other in others:
-                other.__class__, other.found = _Other, None
+@torch.no_grad()
+def join_products(model: Any, trained: torch.dtype | None = None) -> None:
+    """Join those of ``model``. One with an adapter stays as it is: the adapter adds to single layers, and the weights
+    below may be another engine's.
+
+    Args:
+        trained: the type that products are computed in, of a model that is trained. A pass lays casts of the weights
+            side by side, which autocast would make too; gate and up stay apart. None: the model computes without
+            gradients from now on. The weights lie side by side for good, and its parameters are parts of them.
+    """
+    if has_adapter(model):
+        return
+    for module in list(model.base_model.modules()):
+        for names in _TOGETHER[: None if trained is None else 1]:
+            layers: list[Any] = [getattr(module, name, None) for name in names]
+            # compared as a type: a layer of a kind of its own may compute something else
+            if not all(type(layer) is nn.Linear for layer in layers):
+                continue
+            if len({(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}) == 1:
+                _join(layers, trained)
+    if trained is None:
+        torch.cuda.empty_cache()  # of what the layers had by themselves: the cache may want it in one piece
 
 
-def part_products(model: Any) -> Any:
-    """``model`` with :func:`join_products` undone: who decodes would lay weights side by side for each token."""
-    for module in model.modules():
-        if isinstance(module, _First | _Other):
-            module.__class__ = nn.Linear  # type: ignore[assignment]
-    return model
+def _join(layers: list[Any], trained: torch.dtype | None) -> None:
+    first, *others = layers
+    first.__class__, first.others, first.trained = _First, tuple(others), trained  # in a tuple they are no children
+    for other in others:
+        other.__class__, other.found = _Other, None
+    for name in ("weight", "bias") if trained is None else ():  # buffers, as they are no parameters of their own
+        first.register_buffer(f"joined_{name}", None, persistent=False)
+        if (parts := [getattr(layer, name) for layer in layers])[0] is not None:
+            whole = torch.cat(parts)
+            setattr(first, f"joined_{name}", whole)
+            for part, place in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
+                part.data = place
 
 
-class _First(nn.Linear):
+class _Part(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        """A layer by itself again: a copy may be of another type, be decoded with, or be written to disk."""
+        single = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        single.weight, single.bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
+        return single.train(self.training)
+
+
+class _First(_Part):
     """Computes the product of all, and leaves the others theirs."""
 
     others: tuple[_Other, ...]
-    dtype: torch.dtype
+    trained: torch.dtype | None
+    joined_weight: Tensor
+    joined_bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        linears = (self, *self.others)
-        weight = torch.cat([linear.weight.to(self.dtype) for linear in linears])
-        bias = None if self.bias is None else torch.cat([linear.bias.to(self.dtype) for linear in linears])
-        product = F.linear(input, weight, bias)
-        mine, *rest = torch.split(product, [linear.out_features for linear in linears], -1)
+        layers = (self, *self.others)
+        if self.trained is None:
+            weight, bias = self.joined_weight, self.joined_bias
+        else:
+            weight = torch.cat([layer.weight.to(self.trained) for layer in layers])
+            bias = None if self.bias is None else torch.cat([layer.bias.to(self.trained) for layer in layers])
+        mine, *rest = torch.split(F.linear(input, weight, bias), [layer.out_features for layer in layers], -1)
         for other, found in zip(self.others, rest, strict=True):
-            other.found = found.contiguous()  # it may be kept for the backward pass, and all of the product with it
+            # what is kept for a backward pass is not to keep all of the product
+            other.found = found if self.trained is None else found.contiguous()
         return mine
 
 
-class _Other(nn.Linear):
+class _Other(_Part):
     """Takes what the first one left, once."""
 
     found: Tensor | None

@@ -15,7 +15,6 @@ from dapo.errors import ModelError, first_line
 from dapo.model.adapters import adapter_parameters, as_a_reward, check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
 from dapo.model.hub import LOADING, from_where, hub_answers, unreachable
-from dapo.model.joined import part_products
 from dapo.model.tokenizer import as_its_file_says, source_folder
 from dapo.util.files import holds_model
 
@@ -276,7 +275,7 @@ def copy_model(model: Any, dtype: torch.dtype | None = None, device: torch.devic
             known[id(parameter)] = torch.nn.Parameter(there, requires_grad=False)
         elif not parameter.requires_grad:
             known[id(parameter)] = parameter
-    return part_products(copy.deepcopy(model, known).eval().requires_grad_(False).to(device))
+    return copy.deepcopy(model, known).eval().requires_grad_(False).to(device)
 
 
 def stop_token_ids(model: Any, tokenizer: Any, extra: tuple[int, ...] | list[int] = ()) -> tuple[int, ...]:

@@ -94,7 +94,8 @@ class Trainer:
         held = held or Replica()
         self._published = held.take(model, compute_dtype)
         if held.device(model).type == "cuda":
-            compile_layers(model, compute_dtype)
+            # of weights that are gathered for a layer, what lies side by side would stay until the backward pass
+            compile_layers(model, None if held.lockstep else compute_dtype)
         if config.activation_checkpointing:
             checkpoint_layers(model)
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype, held)
