@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from dapo.errors import ModelError, UserError
+from dapo.model.adapters import new_adapter
 from dapo.model.loading import copy_model, load_model
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, Sampling
@@ -334,14 +335,16 @@ def test_the_ladder_covers_all_rows_without_much_idle_work(rows: int) -> None:
     assert all(b <= 1.34 * a for a, b in itertools.pairwise(rungs) if a >= 256)
 
 
+def paged_on_gpu(model: Any, rows: int = 16) -> Decoder:
+    return build.paged_decoder(model, (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=rows, cache_bytes=2**24)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiled_and_captured_steps_give_the_tokens_of_the_cpu(architecture: str) -> None:
     model = random_model(architecture)
     asked = requests(Sampling(1.0, 24))
-    on_gpu = build.paged_decoder(
-        ready(model).to("cuda"), (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=16, cache_bytes=2**24
-    )
+    on_gpu = paged_on_gpu(ready(model).to("cuda"))
     ours = run(on_gpu, asked)
     check_equal(ours, run(slots(model), asked), may_part=1)
     on_gpu.sleep()
@@ -351,13 +354,45 @@ def test_compiled_and_captured_steps_give_the_tokens_of_the_cpu(architecture: st
 
 
 @pytest.mark.gpu
+def test_steps_that_are_captured_while_others_run_compute_with_the_weights_of_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "LONG_STRETCH", 5)
+    model, other = (random_model("qwen2", seed=seed) for seed in (1, 2))
+    decoder = paged_on_gpu(ready(model).to("cuda"), rows=40)
+    runner = cast(Any, decoder._runner)
+    asked = requests(Sampling(1.0, 24), samples=6)
+    check_equal(run(decoder, asked), run(slots(model), asked), may_part=2)
+    assert {rows for rows, _ in runner._steps._graphs} == {8, 16, 32, 40}
+    parameters = dict(runner.model.named_parameters())
+    with torch.no_grad():
+        for name, values in other.named_parameters():
+            parameters[name].copy_(values)
+    decoder.use_weights(1)
+    check_equal(run(decoder, asked), run(slots(other), asked), may_part=2)
+
+
+@pytest.mark.gpu
+def test_a_base_whose_products_are_joined_is_the_one_below_an_adapter() -> None:
+    """As they are served: one in memory, each in an engine of its own."""
+    pytest.importorskip("peft")
+    model = random_model("qwen2")
+    base = ready(model).to("cuda")
+    decoder = paged_on_gpu(base)
+    twin = new_adapter(copy_model(base), 2, 4.0, ["q_proj", "up_proj"], seed=0).requires_grad_(False)  # adds nothing
+    places = {p.data_ptr() for p in base.parameters()}
+    assert places <= {p.data_ptr() for p in twin.parameters()}
+    asked = requests(Sampling(1.0, 24))
+    want = run(slots(model), asked)
+    for one in (decoder, paged_on_gpu(twin)):
+        check_equal(run(one, asked), want, may_part=1)
+
+
+@pytest.mark.gpu
 def test_no_memory_growth_and_no_recompilation_over_two_hundred_cycles() -> None:
     import torch._dynamo.utils as dynamo
 
-    model = ready(random_model("qwen2")).to("cuda")
-    decoder = build.paged_decoder(
-        model, (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=16, cache_bytes=2**24
-    )
+    decoder = paged_on_gpu(ready(random_model("qwen2")).to("cuda"))
     used, compiled = [], []
     for cycle in range(200):
         run(decoder, requests(Sampling(1.0, 4 + cycle % 20)))

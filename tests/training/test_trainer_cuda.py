@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from training_cases import distance, gradient, make_inputs, make_trainer, packed, random_groups
 
 from dapo.algorithm.objective import DapoObjective, TokenInputs
+from dapo.model import head as head_module
 from dapo.model.attention import AttentionSpec
 from dapo.model.forward import Head
 from dapo.model.head import token_logprobs
@@ -119,6 +120,34 @@ def test_the_heads_kernels_are_the_formulas(softcap: float | None) -> None:
     for found in results[1:]:
         for have, want, tolerance in zip(found, results[0], (1e-5, 1e-5, 0.01, 0.01), strict=True):
             assert distance(have.cpu().double(), want) < tolerance
+
+
+@pytest.mark.parametrize("how", ["as it can", "by a sum"])
+def test_chunks_of_the_head_add_to_the_gradient_that_is_there(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Whether or not PyTorch's products can."""
+    if how == "by a sum":
+        monkeypatch.setattr(head_module, "_adds_wide", lambda device: False)
+    torch.manual_seed(0)
+    hidden, weight = ((torch.randn(n, 64, device="cuda") / 2).bfloat16() for n in (700, 5000))
+    targets, slopes = torch.randint(5000, (700,), device="cuda"), torch.linspace(-1, 1, 700, device="cuda")
+    exact = [x.cpu().double().requires_grad_() for x in (hidden, weight)]
+    logprobs, _ = token_logprobs(exact[0], Head(exact[1]), targets.cpu(), 0.8)
+    (logprobs * slopes.cpu()).sum().backward()
+    leaf, head = hidden.float().requires_grad_(), Head(weight.float().requires_grad_())
+    before = head.weight.grad = torch.randn_like(head.weight)
+    was, head = before.clone(), head_module.for_chunks(head, leaf, torch.bfloat16)
+    for rows in head_module.chunks(700, 256):
+        found, _ = token_logprobs(leaf[rows], head, targets[rows], 0.8, product_dtype=torch.bfloat16)
+        (found * slopes[rows]).sum().backward()
+    assert head.weight.grad is before
+    for have, want in ((before - was, exact[1].grad), (leaf.grad, exact[0].grad)):
+        assert distance(have.cpu().double(), want) < 0.01
+
+
+def test_a_copy_of_the_policy_computes_the_same_bits() -> None:
+    """So that the KL term of what has learned nothing is 0."""
+    trainer, batch = trainer_on_gpu(), random_batch()
+    assert torch.equal(trainer.policy.frozen_copy().logprobs(batch), trainer.logprobs(batch))
 
 
 def test_the_gradient_is_that_of_a_padded_float32_reference() -> None:
