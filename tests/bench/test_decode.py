@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import decode
-from dapo.model.joined import join_products
 from dapo.rollout.native.paged import build, runner
+from dapo.rollout.native.paged.joined import join_products
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--concurrent", "8", "--context", "60", "--stretches", "2"]
 

@@ -20,9 +20,11 @@ from training_cases import distance, gradient, make_inputs, make_trainer, packed
 from dapo.algorithm.objective import DapoObjective
 from dapo.config.sections import ModelConfig, TrainingConfig
 from dapo.model.adapters import adapter_parameters
+from dapo.model.forward import output_head
 from dapo.model.head import chunks
 from dapo.model.packed import PackedAttention
 from dapo.records import TokenBatch
+from dapo.training import policy
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.offload import OffloadedAdamW
 from dapo.training.trainer import Trainer
@@ -158,7 +160,9 @@ def test_several_chunks_of_the_head_give_the_gradient_of_one(
         if at_once is not None:
             for place in ("dapo.training.policy.chunk_rows", "dapo.model.head.chunk_rows"):
                 monkeypatch.setattr(place, lambda *_, at_once=at_once: at_once)
-        parts = len(list(chunks(batch.num_response_tokens, trainer.policy.rows_at_once)))
+        vocabulary = output_head(trainer.policy.model).weight.shape[0]
+        at_a_time = policy.chunk_rows(torch.device(DEVICE), vocabulary)
+        parts = len(list(chunks(batch.num_response_tokens, at_a_time)))
         found = gradient(trainer, batch, inputs)
         report = trainer.update(batch, inputs, DapoObjective())
         assert report.micro_batches == 1 and report.logprobs is not None

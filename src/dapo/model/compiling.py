@@ -15,24 +15,20 @@ from torch import nn
 from dapo.data.cache import cache_folder
 from dapo.model.adapters import can_be_compiled
 from dapo.model.attention import LAYER_NUMBER
-from dapo.model.joined import join_products
 
 RECOMPILE_LIMIT = 512
 
 
-def compile_layers(model: Any, joined: torch.dtype | None = None, **options: Any) -> None:
+def compile_layers(model: Any, **options: Any) -> None:
     """Have ``torch.compile`` compile the decoder layers of ``model`` on their first call, for any number of tokens.
 
     Attention stays outside of the compiled code (:func:`dapo.model.attention.opaque_attention`). What a layer reads
     about itself becomes part of its code; its number must not, or every layer would be compiled anew, so it travels as
     a tensor. Layers that cannot be traced, those with a DoRA adapter, stay as they are.
-    ``model``: from :func:`dapo.model.loading.load_model`, where it is to stay. ``joined``: the type that products are
-    computed in, of a model that is trained (:func:`dapo.model.joined.join_products`).
+    ``model``: from :func:`dapo.model.loading.load_model`, where it is to stay.
     """
     if not can_be_compiled(model):
         return
-    if joined is not None:
-        join_products(model, joined)
     import torch._dynamo.config as dynamo  # takes seconds, for which processes without a GPU have no use
 
     keep_compiled_code()

@@ -98,5 +98,5 @@ class Policy:
         """
         model = copy_model(self.model)
         if self.device.type == "cuda":
-            compile_layers(model, self.compute_dtype)
+            compile_layers(model)
         return replace(self, model=model)

@@ -94,8 +94,7 @@ class Trainer:
         held = held or Replica()
         self._published = held.take(model, compute_dtype)
         if held.device(model).type == "cuda":
-            # of weights that are gathered for a layer, what lies side by side would stay until the backward pass
-            compile_layers(model, None if held.lockstep else compute_dtype)
+            compile_layers(model)
         if config.activation_checkpointing:
             checkpoint_layers(model)
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype, held)
@@ -328,10 +327,12 @@ class Trainer:
             totals.computed_tokens += part.num_computed_tokens
             with clock("forward"):
                 states = self.policy.predicting_states(part)
-            found = through_head(self.policy, part, states.detach(), inputs, objective, totals, clock)
+            logprobs, entropy, slopes = through_head(
+                self.policy, part, states.detach(), inputs, objective, totals, clock
+            )
             with clock("backward"):
-                torch.autograd.backward(states, found[2])
-            totals.seen.append((part, *found[:2]))
+                torch.autograd.backward(states, slopes)
+            totals.seen.append((part, logprobs, entropy))
         with clock("backward"):
             held.collect(self._parameters)
         # later a difference is what was learned, and no mismatch; at the end, for each waits for the GPU

@@ -10,9 +10,9 @@ import torch
 
 from dapo.errors import ModelError
 from dapo.model.compiling import compile_ends, compile_layers
-from dapo.model.joined import join_products
 from dapo.model.loading import key_value_heads
 from dapo.rollout.native.decoder import PREFILL_TOKENS, STRETCH, Decoder
+from dapo.rollout.native.paged.joined import join_products
 from dapo.rollout.native.paged.pool import Pool, PoolShape
 from dapo.rollout.native.paged.runner import PagedRunner
 from dapo.rollout.native.pages import minimum_pages, pages_for

@@ -1,8 +1,7 @@
-"""Linear layers of one input as one product: query, key and value, and in an engine gate and up.
+"""Linear layers of one input as one product: query, key and value, and gate and up.
 
-A narrow product fills a GPU badly, and in decoding below some hundred rows the number of kernels sets the pace. In
-training, three products write three gradients of the same input, which then have to be read and added up. Parameters
-keep their names, shapes and values, and nothing is held twice.
+A narrow product fills a GPU badly, and in decoding below some hundred rows the number of kernels sets the pace.
+Parameters keep their names, shapes and values, and nothing is held twice: they become parts of what lies together.
 """
 
 from __future__ import annotations
@@ -21,35 +20,28 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @torch.no_grad()
-def join_products(model: Any, trained: torch.dtype | None = None) -> None:
-    """Join those of ``model``. One with an adapter stays as it is: the adapter adds to single layers, and the weights
-    below may be another engine's.
-
-    Args:
-        trained: the type that products are computed in, of a model that is trained. A pass lays casts of the weights
-            side by side, which autocast would make too; gate and up stay apart. None: the model computes without
-            gradients from now on. The weights lie side by side for good, and its parameters are parts of them.
-    """
+def join_products(model: Any) -> None:
+    """Join those of ``model``, which computes without gradients from now on. One with an adapter stays as it is: the
+    adapter adds to single layers, and the weights below may be another engine's."""
     if has_adapter(model):
         return
     for module in list(model.base_model.modules()):
-        for names in _TOGETHER[: None if trained is None else 1]:
+        for names in _TOGETHER:
             layers: list[Any] = [getattr(module, name, None) for name in names]
             # compared as a type: a layer of a kind of its own may compute something else
             if not all(type(layer) is nn.Linear for layer in layers):
                 continue
             if len({(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}) == 1:
-                _join(layers, trained)
-    if trained is None:
-        torch.cuda.empty_cache()  # of what the layers had by themselves: the cache may want it in one piece
+                _join(layers)
+    torch.cuda.empty_cache()  # of what the layers had by themselves: the cache may want it in one piece
 
 
-def _join(layers: list[Any], trained: torch.dtype | None) -> None:
+def _join(layers: list[Any]) -> None:
     first, *others = layers
-    first.__class__, first.others, first.trained = _First, tuple(others), trained  # in a tuple they are no children
+    first.__class__, first.others = _First, tuple(others)  # in a tuple they are no children
     for other in others:
         other.__class__, other.found = _Other, None
-    for name in ("weight", "bias") if trained is None else ():  # buffers, as they are no parameters of their own
+    for name in ("weight", "bias"):  # buffers, as they are no parameters of their own
         first.register_buffer(f"joined_{name}", None, persistent=False)
         if (parts := [getattr(layer, name) for layer in layers])[0] is not None:
             whole = torch.cat(parts)
@@ -70,21 +62,14 @@ class _First(_Part):
     """Computes the product of all, and leaves the others theirs."""
 
     others: tuple[_Other, ...]
-    trained: torch.dtype | None
     joined_weight: Tensor
     joined_bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        layers = (self, *self.others)
-        if self.trained is None:
-            weight, bias = self.joined_weight, self.joined_bias
-        else:
-            weight = torch.cat([layer.weight.to(self.trained) for layer in layers])
-            bias = None if self.bias is None else torch.cat([layer.bias.to(self.trained) for layer in layers])
-        mine, *rest = torch.split(F.linear(input, weight, bias), [layer.out_features for layer in layers], -1)
+        sizes = [layer.out_features for layer in (self, *self.others)]
+        mine, *rest = torch.split(F.linear(input, self.joined_weight, self.joined_bias), sizes, -1)
         for other, found in zip(self.others, rest, strict=True):
-            # what is kept for a backward pass is not to keep all of the product
-            other.found = found if self.trained is None else found.contiguous()
+            other.found = found
         return mine
 
 
