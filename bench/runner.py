@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import math
 import os
 import platform
 import signal
@@ -103,6 +104,7 @@ def make_parser(doc: str | None, commands: Sequence[str], parts: Parts | None = 
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--keep", action="store_true", help="use sides of the same job that the folder holds")
     add("--patience", type=float, default=patience, help="seconds that a side may take")
+    add("--within", type=float, default=math.inf, help="seconds for all sides: one that runs then is ended")
     parser.set_defaults(peer_path=None)
     if parts:
         setting = {"type": setting_of(parts), "metavar": "SETTING"}
@@ -129,6 +131,7 @@ def run_command(options: argparse.Namespace, commands: Mapping[str, Command]) ->
     if options.out.exists() and not options.out.is_dir():
         raise SystemExit(f"--out {options.out}: is a file")
     options.out.mkdir(parents=True, exist_ok=True)
+    options.ends = time.monotonic() + options.within
     found = commands[options.command](options)
     (options.out / f"{options.command}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     return found
@@ -224,7 +227,7 @@ def run_side(options: argparse.Namespace, name: str, job: dict[str, Any]) -> Out
     code = _spawn(options, job, files)
     error = None
     if code != 0:
-        how = f"not done after {options.patience:g} s" if code is None else f"ended with code {code}"
+        how = f"not done after {time.time() - spawned:.0f} s" if code is None else f"ended with code {code}"
         tail = files["log"].read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         error = "\n".join([f"{name} {how}", *tail])
         console.print(error, style="red", markup=False)
@@ -245,7 +248,8 @@ def _spawn(options: argparse.Namespace, job: dict[str, Any], files: Mapping[str,
             command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            return process.wait(options.patience)
+            left = getattr(options, "ends", math.inf) - time.monotonic()
+            return process.wait(min(options.patience or math.inf, left))
         except subprocess.TimeoutExpired:
             return None
         finally:
@@ -373,6 +377,9 @@ def show_limits(limits: Mapping[str, Any]) -> None:
         f"{limits['device']}: copy {limits['bytes_per_second'] / 1e12:.3g} TB/s (read + write), "
         f"bfloat16 matrix product {limits['operations_per_second'] / 1e12:.4g} TFLOP/s"
     )
+    if peak := Limits(**limits).peak:
+        rates = f"{peak.bytes_per_second / 1e12:.3g} TB/s, {peak.operations_per_second / 1e12:.4g} TFLOP/s"
+        console.print(f"its maker states {rates}")
 
 
 if __name__ == "__main__":
