@@ -16,8 +16,8 @@ With ``--points 256x1k 64x4k`` it is steady decoding of ``--limit`` steps, so ma
 (``steady.py``), and ``compare`` leaves vLLM's defaults out. Each side starts once for all points.
 
 Every side runs in a process of its own on the whole card (``runner.py``), and starts with a short rollout of other
-prompts. Ours is the median of ``--repeats``, vLLM's the best of ``--peer-repeats``. Settings of vLLM: see
-``peers/vllm.py`` (PARTS). Float32 on a CPU, bfloat16 on a GPU.
+prompts. Ours is the median of ``--repeats``, vLLM's the best of ``--peer-repeats``; at points the shortest count in
+both. Settings of vLLM: see ``peers/vllm.py`` (PARTS). Float32 on a CPU, bfloat16 on a GPU.
 
 The least bytes and operations are counted in ``work.py``; shares are of the card's limits, measured before. A
 comparison is void unless vLLM reaches what is known of it: 18k tokens/s at 128 x 16 with the 0.5B model on an NVIDIA
@@ -31,7 +31,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -168,26 +168,26 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 def run_rollouts(options: argparse.Namespace, name: str, works: list[Rollout], repeats: int, **more: Any) -> Outcome:
     """A process that makes the rollouts ``repeats`` times, with vLLM if ``more`` of the job has a setting of it."""
     do = "peers.vllm:rollout" if "setting" in more else "ours:rollout"
-    return run_side(options, name, {"do": do, "works": [asdict(work) for work in works], "repeats": repeats} | more)
+    told = [{field.name: getattr(work, field.name) for field in fields(work)} for work in works]  # asdict takes seconds
+    return run_side(options, name, {"do": do, "works": told, "repeats": repeats} | more)
 
 
 def our_side(options: argparse.Namespace, works: list[Rollout], card: Limits | None) -> Side:
     side = run_rollouts(options, "ours", works, options.repeats)
-    return summary(options, side, works, card, median) | {"mismatch": side.first("mismatch") or None}
+    if options.points:
+        return steady.figures(options.points, side, works, card)
+    return summary(side, works, card, median) | {"mismatch": side.first("mismatch") or None}
 
 
 def their_side(options: argparse.Namespace, works: list[Rollout], setting: str, card: Limits | None) -> Side:
     engine = steady.engine_arguments(works) if options.points else {}
     side = run_rollouts(options, f"vllm-{setting}", works, options.peer_repeats, setting=setting, engine=engine)
-    return summary(options, side, works, card, max) | {"setting": setting}
+    found = steady.figures(options.points, side, works, card) if options.points else summary(side, works, card, max)
+    return found | {"setting": setting}
 
 
-def summary(
-    options: argparse.Namespace, side: Outcome, works: list[Rollout], card: Limits | None, choose: steady.Choose
-) -> Side:
+def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Callable[[list[float]], float]) -> Side:
     """Figures of a side: of the run that is chosen by its speed, which is None if it never came to an end."""
-    if options.points:
-        return steady.figures(options.points, side, works, card, choose)
     (work,), runs = works, []
     shape = Shape.read(work.model)
     for run in side.of("rollout"):

@@ -31,7 +31,6 @@ ROWS = (
     *((key, f"{label}: ", form, unit) for key, label, form, unit in SHARES),
     ("memory", "memory, GB: ", ".1f", 1e9),
 )
-Choose = Callable[[list[float]], float]
 
 
 class Point(NamedTuple):
@@ -65,26 +64,25 @@ def engine_arguments(works: Sequence[Rollout]) -> dict[str, Any]:
     return sizes | {"enable_prefix_caching": False, "compilation_config": {"cudagraph_capture_sizes": rows}}
 
 
-def figures(
-    points: Sequence[Point], side: Outcome, works: Sequence[Rollout], card: Limits | None, choose: Choose
-) -> Side:
-    """Each figure of a side by the names of the points that were measured, of the rate that is chosen. ``speed``, of
-    all points together, is None where one is missing."""
+def figures(points: Sequence[Point], side: Outcome, works: Sequence[Rollout], card: Limits | None) -> Side:
+    """Each figure of a side by the names of the points that were measured. ``speed``, of all points together, is None
+    where one is missing. Of repeats the shortest count: whatever came in between made the others longer."""
     found: dict[str, Any] = {key: {} for key in ("rate", "milliseconds", "reading")}
     marks = {mark: side.seconds_to(mark) for mark in MARKS}
     shape, steps = Shape.read(works[0].model), works[1].longest - works[0].longest
     for number, (name, rows, context) in enumerate(points):
         short, long = ([one for one in side.of("rollout") if one["work"] == 2 * number + i] for i in range(2))
-        pairs = [(a["seconds"], b["seconds"]) for a, b in zip(short, long, strict=False) if b["seconds"] > a["seconds"]]
-        if not pairs or {n for one in long for _, n in one["lengths"]} != {LEAD + steps}:
+        reading, whole = (min((one["seconds"] for one in of), default=0.0) for of in (short, long))
+        if not short or whole <= reading or {n for one in long for _, n in one["lengths"]} != {LEAD + steps}:
             continue
         marks[name] = long[0]["time"] - side.spawned
-        rate = choose([rows * steps / (b - a) for a, b in pairs])
-        one = {"rate": rate, "milliseconds": 1000 * rows / rate, "reading": min(a for a, _ in pairs)}
+        rate = rows * steps / (whole - reading)
+        one = {"rate": rate, "milliseconds": 1000 * rows / rate, "reading": reading}
         for key, value in (one | step_cost(shape, rows, context).shares(card, rows / rate)).items():
             found.setdefault(key, {})[name] = value
-    whole = len(found["rate"]) == len(points)
-    speed = 1000 * sum(point.rows for point in points) / sum(found["milliseconds"].values()) if whole else None
+    speed = None
+    if len(found["rate"]) == len(points):
+        speed = 1000 * sum(point.rows for point in points) / sum(found["milliseconds"].values())
     return side.facts() | found | {"speed": speed, "seconds_to": marks | {"end": side.seconds_to("done")}}
 
 
