@@ -6,10 +6,11 @@ JOB.json``, which calls the function with the job and a ``Report``. What it repo
 later.
 
 Common to all: sides have the machine for themselves, one after the other, in alternating order where there are several
-rounds. A side that fails or outlasts ``--patience`` is reported with the end of its output; the others go on. With
-``--keep`` a side of the same job that the folder holds is taken in place of running it again: so a comparison may be
-made in several commands, on a machine that allows only short ones. Settings of a peer that ``search`` tried are kept in
-searched.json, and ``compare`` takes the fastest one found for the same work. A comparison that is void has no ratio.
+rounds. A side that fails or outlasts ``--patience`` is reported with the end of its output; the others go on, until all
+have taken ``--within``. With ``--keep`` a side of the same job that the folder holds is taken in place of running it
+again: so a comparison may be made in several commands, on a machine that allows only short ones. Settings of a peer
+that ``search`` tried are kept in searched.json, and ``compare`` takes the fastest one found for the same work. A
+comparison that is void has no ratio.
 """
 
 from __future__ import annotations
@@ -127,11 +128,11 @@ def require_gpu(device: str) -> None:
 
 def run_command(options: argparse.Namespace, commands: Mapping[str, Command]) -> dict[str, Any]:
     """Do what ``options.command`` says; write and return what is behind its table (``FOLDER/COMMAND.json``)."""
+    options.ends = time.monotonic() + options.within
     require_gpu(options.device)
     if options.out.exists() and not options.out.is_dir():
         raise SystemExit(f"--out {options.out}: is a file")
     options.out.mkdir(parents=True, exist_ok=True)
-    options.ends = time.monotonic() + options.within
     found = commands[options.command](options)
     (options.out / f"{options.command}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     return found
