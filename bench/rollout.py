@@ -12,12 +12,12 @@ Tokens a second are completion tokens / (first submit to last sample). With ``--
 real one, whose responses end when the model ends them. Without, weights are random (``--shape``), prompts too, and
 response lengths are those of ``response_lengths.json``, the same in both engines; good for development only.
 
-With ``--context N`` it is steady decoding: ``--prompts`` sequences of random tokens, each with a prompt of its own, by
-the difference of two rollouts of which one is ``--limit`` decode steps longer; contexts are N tokens in the mean.
+With ``--points 256x1k 64x4k`` it is steady decoding of ``--limit`` steps, so many rows at so many tokens of context
+(``steady.py``), and ``compare`` leaves vLLM's defaults out. Each side starts once for all points.
 
 Every side runs in a process of its own on the whole card (``runner.py``), and starts with a short rollout of other
-prompts. Ours is the median of ``--repeats``, vLLM's the best of ``--peer-repeats``. Settings of vLLM: see
-``peers/vllm.py`` (PARTS). Float32 on a CPU, bfloat16 on a GPU.
+prompts. Ours is the median of ``--repeats``, vLLM's the best of ``--peer-repeats``; at points the shortest count in
+both. Settings of vLLM: see ``peers/vllm.py`` (PARTS). Float32 on a CPU, bfloat16 on a GPU.
 
 The least bytes and operations are counted in ``work.py``; shares are of the card's limits, measured before. A
 comparison is void unless vLLM reaches what is known of it: 18k tokens/s at 128 x 16 with the 0.5B model on an NVIDIA
@@ -31,7 +31,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -39,6 +39,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import runner
+import steady
 from peers.vllm import PARTS
 from runner import Outcome, Side, best_setting, positive, run_side
 from work import (
@@ -50,14 +51,10 @@ from work import (
     drawn_lengths,
     random_prompts,
     rollout_cost,
-    step_cost,
 )
 
 KNOWN_RATE = 18_000
 """Tokens a second of vLLM 0.25.1 at its best on an NVIDIA H100 80GB: 0.5B model, 128 x 16, up to 768 tokens."""
-LEAD = 32
-"""Tokens before the measured ones of steady decoding."""
-STARTUP_MARKS = ("imported", "loaded", "ready", "first token", "first batch")
 CACHES = {
     "DAPO_CACHE": "dapo",
     "XDG_CACHE_HOME": "xdg",
@@ -72,8 +69,7 @@ ROWS = (
     ("tokens", "tokens", ",d", 1),
     ("seconds", "seconds", ".2f", 1),
     ("speed", "tokens/s", ",.0f", 1),
-    ("share_of_bytes", "of the byte limit", ".0%", 1),
-    ("share_of_operations", "of the limit of operations", ".0%", 1),
+    *steady.SHARES,
     ("memory", "memory, GB: ", ".1f", 1e9),
     ("mismatch", "engine - trainer log-prob: ", ",.5g", 1),
 )
@@ -94,7 +90,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--concurrent", type=positive, default=1024, help="sequences at once in our engine")
     add("--repeats", type=positive, default=3, help="of ours; the median counts")
     add("--peer-repeats", type=positive, default=1, help="of vLLM's; the best counts")
-    add("--context", type=positive, help="steady decoding at so many tokens, with random weights")
+    add("--points", nargs="+", type=steady.point, metavar="ROWSxCONTEXT", help="steady decoding, with random weights")
     add("--sides", nargs="+", default=["ours"], choices=["ours", "vllm"], help="of startup")
     options = parser.parse_args(arguments)
     if options.model is not None and not options.model.is_dir():
@@ -103,8 +99,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--prompts {options.prompts}: a number above 0, or with --model a file")
     if options.model is not None and options.prompts.isdigit():
         parser.error("--model needs --prompts FILE")
-    if options.context and (options.model or options.context < LEAD + options.limit):
-        parser.error(f"--context {options.context}: at least {LEAD} + --limit, and without --model")
+    for point in options.points or ():
+        if options.model or point.context < steady.LEAD + options.limit:
+            parser.error(f"--points {point.name}: a context of {steady.LEAD} + --limit or more, and without --model")
     options.dtype = "bfloat16" if options.device == "cuda" else "float32"
     return options
 
@@ -113,24 +110,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_works(options: argparse.Namespace) -> list[Rollout]:
-    """The rollout that the options ask for; for steady decoding two that differ by ``--limit`` tokens."""
+    """The rollout that the options ask for; for steady decoding two for each point."""
+    how: dict[str, Any] = {"temperature": 1.0, "device": options.device, "dtype": options.dtype}
     if options.model is not None:
         model = options.model
         prompts, stop_ids = read_prompts(model, Path(options.prompts))
-        limits = [[options.limit] * len(prompts)]
+        limits = [options.limit] * len(prompts)
     else:
-        shape, stop_ids, count = SHAPES[options.shape], [], int(options.prompts)
+        shape, stop_ids = SHAPES[options.shape], []
         model = shape.write(options.out / f"shape-{options.shape}")
-        lengths = drawn_lengths(count)
-        limits = [[min(n, options.limit) for _, n in lengths]]
-        if options.context:
-            lengths = [(options.context - LEAD - options.limit // 2, 0)] * count
-            limits = [[LEAD] * count, [LEAD + options.limit] * count]
+        if options.points:
+            make = partial(Rollout, str(model), True, stop_ids=stop_ids, **how)
+            return steady.works(options.points, options.limit, shape.vocab_size, make)
+        lengths = drawn_lengths(int(options.prompts))
+        limits = [min(n, options.limit) for _, n in lengths]
         prompts = random_prompts((n for n, _ in lengths), shape.vocab_size)
-    how: dict[str, Any] = {"stop_ids": stop_ids, "temperature": 1.0, "device": options.device, "dtype": options.dtype}
-    how |= {"samples": 1 if options.context else options.samples}
-    how |= {"concurrent": len(prompts) if options.context else options.concurrent}
-    return [Rollout(str(model), options.model is None, prompts, tokens, **how) for tokens in limits]
+    how |= {"stop_ids": stop_ids, "samples": options.samples, "concurrent": options.concurrent}
+    return [Rollout(str(model), options.model is None, prompts, limits, **how)]
 
 
 def read_prompts(model: Path, file: Path) -> tuple[list[list[int]], list[int]]:
@@ -151,11 +147,13 @@ def read_prompts(model: Path, file: Path) -> tuple[list[list[int]], list[int]]:
     return [template.encode(row["prompt"]) for row in rows], list(stop_token_ids(settings, tokenizer))
 
 
-def describe(works: list[Rollout]) -> dict[str, Any]:
+def describe(options: argparse.Namespace, works: list[Rollout]) -> dict[str, Any]:
     """The work without its token ids."""
     work = works[-1]
+    if options.points:
+        same = {name: getattr(work, name) for name in ("model", "random", "temperature", "device", "dtype")}
+        return same | {"points": [point.name for point in options.points], "steps": options.limit}
     sizes = {"prompts": len(work.prompts), "prompt_tokens": sum(map(len, work.prompts)), "limit": max(work.limits)}
-    sizes["rollouts"] = len(works)
     return {name: value for name, value in asdict(work).items() if name not in ("limits", "stop_ids")} | sizes
 
 
@@ -164,44 +162,40 @@ def describe(works: list[Rollout]) -> dict[str, Any]:
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
     works, card = make_works(options), runner.measure_card(options).limits
-    return shown({"work": describe(works), "sides": [our_side(options, works, card)]}, card)
+    return shown({"work": describe(options, works), "sides": [our_side(options, works, card)]}, card)
 
 
 def run_rollouts(options: argparse.Namespace, name: str, works: list[Rollout], repeats: int, **more: Any) -> Outcome:
     """A process that makes the rollouts ``repeats`` times, with vLLM if ``more`` of the job has a setting of it."""
     do = "peers.vllm:rollout" if "setting" in more else "ours:rollout"
-    return run_side(options, name, {"do": do, "works": [asdict(work) for work in works], "repeats": repeats} | more)
+    told = [{field.name: getattr(work, field.name) for field in fields(work)} for work in works]  # asdict takes seconds
+    return run_side(options, name, {"do": do, "works": told, "repeats": repeats} | more)
 
 
 def our_side(options: argparse.Namespace, works: list[Rollout], card: Limits | None) -> Side:
     side = run_rollouts(options, "ours", works, options.repeats)
+    if options.points:
+        return steady.figures(options.points, side, works, card)
     return summary(side, works, card, median) | {"mismatch": side.first("mismatch") or None}
 
 
 def their_side(options: argparse.Namespace, works: list[Rollout], setting: str, card: Limits | None) -> Side:
-    rows, longest = len(works[-1].prompts), works[-1].longest
-    steady = {"max_num_seqs": rows, "max_model_len": longest, "enable_prefix_caching": False}
-    engine = steady if options.context else {}
+    engine = steady.engine_arguments(works) if options.points else {}
     side = run_rollouts(options, f"vllm-{setting}", works, options.peer_repeats, setting=setting, engine=engine)
-    return summary(side, works, card, max) | {"setting": setting}
+    found = steady.figures(options.points, side, works, card) if options.points else summary(side, works, card, max)
+    return found | {"setting": setting}
 
 
 def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Callable[[list[float]], float]) -> Side:
     """Figures of a side: of the run that is chosen by its speed, which is None if it never came to an end."""
-    work, runs = works[-1], []
+    (work,), runs = works, []
     shape = Shape.read(work.model)
-    of = [[record for record in side.of("rollout") if record["work"] == i] for i in range(len(works))]
-    for short, run in zip(of[0], of[-1], strict=False):
+    for run in side.of("rollout"):
         lengths, seconds = [(p, n) for p, n in run["lengths"]], run["seconds"]
         tokens = sum(n for _, n in lengths)
-        if len(works) == 2:  # steady decoding
-            rows, seconds = len(lengths), seconds - short["seconds"]
-            tokens -= rows * LEAD
-            cost = step_cost(shape, rows, len(work.prompts[0]) + LEAD + (tokens // rows) // 2).times(tokens // rows)
-        else:
-            cost = rollout_cost(shape, lengths, [len(p) for p in work.prompts], work.concurrent)
+        cost = rollout_cost(shape, lengths, [len(p) for p in work.prompts], work.concurrent)
         found = {"seconds": seconds, "tokens": tokens, "samples": len(lengths), "speed": tokens / seconds}
-        runs.append(found | (cost.shares(card, seconds) if card else {}))
+        runs.append(found | cost.shares(card, seconds))
     chosen: dict[str, Any] = {}
     if runs:
         speed = choose([run["speed"] for run in runs])
@@ -211,20 +205,23 @@ def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Ca
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
     works, card = make_works(options), runner.measure_card(options).limits
-    found = runner.search(options, describe(works), lambda setting: their_side(options, works, setting, card))
+    found = runner.search(options, describe(options, works), lambda setting: their_side(options, works, setting, card))
     return shown(found, card)
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     works, card = make_works(options), runner.measure_card(options).limits
-    best = best_setting(options, describe(works))
+    best = best_setting(options, describe(options, works))
     sides: dict[str, Callable[[int], Side]] = {"ours": lambda _: our_side(options, works, card)}
-    for name, setting in {"vLLM best": best, "vLLM defaults": "defaults"}.items():
+    for name, setting in {"vLLM best": best, "vLLM defaults": None if options.points else "defaults"}.items():
         if setting:
             sides[name] = partial(lambda setting, _: their_side(options, works, setting, card), setting)
     rounds = runner.alternate(sides)
+    if options.points:
+        compared = steady.conclude(options.points, [side for (side,) in rounds.values()])
+        return shown({"work": describe(options, works)} | compared, card)
     void = void_reasons(works[-1], [of[0] for of in rounds.values()])
-    found = runner.conclude(describe(works), rounds, void)
+    found = runner.conclude(describe(options, works), rounds, void)
     return shown(found | {"known_rate": known_rate(works[-1])}, card)
 
 
@@ -254,6 +251,9 @@ def void_reasons(work: Rollout, sides: list[Side]) -> list[str]:
 def shown(found: dict[str, Any], card: Limits | None) -> dict[str, Any]:
     found["limits"] = asdict(card) if card else None
     work = found["work"]
+    if "points" in work:
+        runner.show(f"{work['model']} (random weights), {work['steps']} steps, log-probs on", found, steady.ROWS)
+        return found
     what = "random weights, listed lengths" if work["random"] else "real model"
     sizes = f"{work['prompts']} x {work['samples']}, up to {work['limit']} tokens, T = {work['temperature']:g}"
     runner.show(f"{work['model']} ({what}), {sizes}, log-probs on", found, ROWS)
@@ -271,9 +271,9 @@ def startup(options: argparse.Namespace) -> dict[str, Any]:
         caches = {variable: str(cache / name) for variable, name in CACHES.items()}
         for state in ("cold", "warm"):
             outcome = run_rollouts(options, f"startup-{side}-{state}", works, 0, environment=caches, **more)
-            seconds = {kind: outcome.seconds_to(kind) for kind in STARTUP_MARKS}
+            seconds = {kind: outcome.seconds_to(kind) for kind in steady.MARKS}
             starts.append(outcome.facts() | {"seconds": seconds})
-    found = {"work": describe(works), "sides": starts}
+    found = {"work": describe(options, works), "sides": starts}
     title = "seconds from process start; ready: the engine exists; first batch: all rows, 16 tokens each"
     runner.show(title, found, [("seconds", "", ".1f", 1)])
     return found

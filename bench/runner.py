@@ -6,10 +6,11 @@ JOB.json``, which calls the function with the job and a ``Report``. What it repo
 later.
 
 Common to all: sides have the machine for themselves, one after the other, in alternating order where there are several
-rounds. A side that fails or outlasts ``--patience`` is reported with the end of its output; the others go on. With
-``--keep`` a side of the same job that the folder holds is taken in place of running it again: so a comparison may be
-made in several commands, on a machine that allows only short ones. Settings of a peer that ``search`` tried are kept in
-searched.json, and ``compare`` takes the fastest one found for the same work. A comparison that is void has no ratio.
+rounds. A side that fails or outlasts ``--patience`` is reported with the end of its output; the others go on, until all
+have taken ``--within``. With ``--keep`` a side of the same job that the folder holds is taken in place of running it
+again: so a comparison may be made in several commands, on a machine that allows only short ones. Settings of a peer
+that ``search`` tried are kept in searched.json, and ``compare`` takes the fastest one found for the same work. A
+comparison that is void has no ratio.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import math
 import os
 import platform
 import signal
@@ -103,6 +105,7 @@ def make_parser(doc: str | None, commands: Sequence[str], parts: Parts | None = 
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--keep", action="store_true", help="use sides of the same job that the folder holds")
     add("--patience", type=float, default=patience, help="seconds that a side may take")
+    add("--within", type=float, default=math.inf, help="seconds for all sides: one that runs then is ended")
     parser.set_defaults(peer_path=None)
     if parts:
         setting = {"type": setting_of(parts), "metavar": "SETTING"}
@@ -125,6 +128,7 @@ def require_gpu(device: str) -> None:
 
 def run_command(options: argparse.Namespace, commands: Mapping[str, Command]) -> dict[str, Any]:
     """Do what ``options.command`` says; write and return what is behind its table (``FOLDER/COMMAND.json``)."""
+    options.ends = time.monotonic() + options.within
     require_gpu(options.device)
     if options.out.exists() and not options.out.is_dir():
         raise SystemExit(f"--out {options.out}: is a file")
@@ -193,6 +197,8 @@ class Report:
     def say(self, kind: str, **values: Any) -> None:
         self._file.write(json.dumps({"kind": kind, "time": time.time(), **values}) + "\n")
         self._file.flush()
+        if "seconds" in values:  # for the side's log, which may be all that is kept
+            print(f"{kind} {values.get('work', '')}: {values['seconds']:.3f} s", flush=True)
 
 
 def measure_card(options: argparse.Namespace) -> Outcome:
@@ -224,7 +230,7 @@ def run_side(options: argparse.Namespace, name: str, job: dict[str, Any]) -> Out
     code = _spawn(options, job, files)
     error = None
     if code != 0:
-        how = f"not done after {options.patience:g} s" if code is None else f"ended with code {code}"
+        how = f"not done after {time.time() - spawned:.0f} s" if code is None else f"ended with code {code}"
         tail = files["log"].read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         error = "\n".join([f"{name} {how}", *tail])
         console.print(error, style="red", markup=False)
@@ -245,7 +251,8 @@ def _spawn(options: argparse.Namespace, job: dict[str, Any], files: Mapping[str,
             command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            return process.wait(options.patience)
+            left = getattr(options, "ends", math.inf) - time.monotonic()
+            return process.wait(min(options.patience or math.inf, left))
         except subprocess.TimeoutExpired:
             return None
         finally:
@@ -373,6 +380,9 @@ def show_limits(limits: Mapping[str, Any]) -> None:
         f"{limits['device']}: copy {limits['bytes_per_second'] / 1e12:.3g} TB/s (read + write), "
         f"bfloat16 matrix product {limits['operations_per_second'] / 1e12:.4g} TFLOP/s"
     )
+    if peak := Limits(**limits).peak:
+        rates = f"{peak.bytes_per_second / 1e12:.3g} TB/s, {peak.operations_per_second / 1e12:.4g} TFLOP/s"
+        console.print(f"its maker states {rates}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -16,6 +16,8 @@ from typing import Any
 
 LENGTHS = Path(__file__).with_name("response_lengths.json")
 """Lengths of real responses: ``lengths`` of the first record ``rollout`` in ours.jsonl of a real rollout."""
+WARM_TOKENS = 2**15
+"""Tokens of prompts in a warm-up: a few of the passes that engines read prompts in."""
 REWARD_WORKERS = 4
 """Processes of the math reward, on both sides."""
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -108,6 +110,14 @@ class Limits:
     bytes_per_second: float
     operations_per_second: float
 
+    @property
+    def peak(self) -> Limits | None:
+        """What the maker states of this card; None: nothing that is known here."""
+        from dapo.orchestrator.mfu import card_named
+
+        card = card_named(self.device)
+        return card and Limits(self.device, card.bytes, card.operations)
+
 
 def measure_limits(device: str) -> Limits:
     """Medians of a copy of 1 GiB and of a product of 8192 x 8192 bfloat16 matrices (small ones on a CPU)."""
@@ -154,12 +164,15 @@ class Cost:
     def times(self, steps: int) -> Cost:
         return Cost(steps * self.bytes, steps * self.operations)
 
-    def shares(self, limits: Limits, seconds: float) -> dict[str, float]:
-        """The cost, and the shares of the card's measured limits that doing it in so many seconds reaches."""
-        return asdict(self) | {
-            "share_of_bytes": self.bytes / limits.bytes_per_second / seconds,
-            "share_of_operations": self.operations / limits.operations_per_second / seconds,
-        }
+    def shares(self, measured: Limits | None, seconds: float) -> dict[str, float]:
+        """The cost, and the shares that doing it in so many seconds reaches of the card's limits, as far as they are
+        known: of those measured, and of its maker's (``peak``)."""
+        found = asdict(self)
+        for peak, limits in (("", measured), ("peak_", measured and measured.peak)):
+            if limits:
+                found[f"share_of_{peak}bytes"] = self.bytes / limits.bytes_per_second / seconds
+                found[f"share_of_{peak}operations"] = self.operations / limits.operations_per_second / seconds
+        return found
 
 
 def step_cost(shape: Shape, rows: int, context: float) -> Cost:
@@ -234,8 +247,10 @@ class Rollout:
         return max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
 
     def warmup(self, tokens: int = 16) -> Rollout:
-        """A short rollout of the same size, of other prompts: a cache of prompts must not find them again."""
-        prompts = [p[::-1] for p in self.prompts]
+        """A short rollout of the same size, of other prompts: a cache of prompts must not find them again. Prompts are
+        cut where those before them hold ``WARM_TOKENS``: for kernels and graphs it takes no more."""
+        before = accumulate((len(p) for p in self.prompts), initial=0)
+        prompts = [p[::-1] if n < WARM_TOKENS else p[:16][::-1] for n, p in zip(before, self.prompts, strict=False)]
         return replace(self, prompts=prompts, limits=[min(n, tokens) for n in self.limits])
 
     def first_token(self) -> Rollout:

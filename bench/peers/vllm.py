@@ -51,7 +51,7 @@ def rollout(job: dict[str, Any], report: Report) -> None:
     report.say("ready")
     _sample(llm, first.first_token(), setting)
     report.say("first token")
-    for work in works:
+    for work in works[::2]:  # the two of a point are warmed up alike
         _sample(llm, work.warmup(), setting)
     report.say("first batch")
     for _ in range(job["repeats"]):

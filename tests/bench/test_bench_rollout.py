@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 import rollout
+import runner
+import steady
 import work
 from work import SHAPES, Cost, Limits, Shape, rollout_cost, step_cost
 
@@ -36,6 +39,9 @@ class LLM:
     def generate(self, prompts, params, use_tqdm):
         responses = [[Record(token_ids=[0] * p.max_tokens) for _ in range(p.n)] for p in params]
         assert all(prompt["prompt_token_ids"] for prompt in prompts)
+        if len(prompts) == 2 and params[0].max_tokens > 32:
+            raise MemoryError("no room for 2 long rows")
+        time.sleep(1e-3 * max(p.max_tokens for p in params))
         return [Record(outputs=several) for several in responses]
 
     def reset_prefix_cache(self):
@@ -148,21 +154,81 @@ def test_a_comparison_runs_the_same_work_on_both_sides_and_ends_with_the_ratio(
 
 @pytest.mark.usefixtures("in_this_process")
 def test_steady_decoding_is_the_difference_of_two_rollouts(tmp_path: Path) -> None:
-    options = rollout.parse(["ours", "--out", str(tmp_path), *SMALL, "--context", "80", "--limit", "16"])
-    short, long = works = rollout.make_works(options)
-    assert {len(prompt) + 32 + 16 / 2 for prompt in short.prompts} == {80}
-    assert len({tuple(prompt) for prompt in short.prompts}) == 3
-    assert (short.limits, long.limits) == ([32] * 3, [48] * 3)
+    points = ["--points", "3x80", "2x1k", "--limit", "16"]
+    options = rollout.parse(["ours", "--out", str(tmp_path), *SMALL, *points])
+    works = rollout.make_works(options)
+    for rows, context, short, long in ((3, 80, *works[:2]), (2, 1024, *works[2:])):
+        assert {len(prompt) + 32 + 16 / 2 for prompt in short.prompts} == {context}
+        assert len({tuple(prompt) for prompt in short.prompts}) == rows
+        assert (short.limits, long.limits) == ([32] * rows, [48] * rows)
+    cut = replace(works[2], prompts=[[1] * 40_000, [2] * 40_000]).warmup()
+    assert [len(prompt) for prompt in cut.prompts] == [40_000, 16]
+    side = run(tmp_path, "ours", *points)["sides"][0]
+    marks = side["seconds_to"]
+    assert side["error"] is None and marks["first batch"] < marks["3x80"] < marks["2x1k"] < marks["end"]
+
+
+def test_figures_of_a_point_are_those_of_its_steps_and_of_both_kinds_of_limits(tmp_path: Path) -> None:
+    points = ["--points", "3x80", "2x1k", "--limit", "16"]
+    options = rollout.parse(["ours", "--out", str(tmp_path), *SMALL, *points])
+    works = rollout.make_works(options)
     records = [
-        {"kind": "rollout", "work": i, "seconds": s, "lengths": [(40, 32 + 16 * i)] * 3}
-        for i, s in ((0, 5.0), (1, 7.0))
+        {"kind": "rollout", "work": i, "time": t, "seconds": s, "lengths": [(1, n)] * 3}
+        for i, n, t, s in ((0, 32, 9, 5.0), (1, 48, 10, 7.0), (2, 32, 11, 1.0), (0, 32, 13, 4.0), (1, 48, 14, 5.0))
     ]
-    card = Limits("card", 1e6, 1e6)
-    found = rollout.summary(rollout.Outcome("ours", 0.0, records, None), works, card, max)
-    assert (found["seconds"], found["tokens"], found["speed"]) == (2.0, 48, 24.0)
-    assert found["bytes"] == 16 * step_cost(SHAPES["tiny"], 3, 80).bytes
-    side = run(tmp_path, "ours", "--context", "80", "--limit", "16")["sides"][0]
-    assert side["error"] is None and side["tokens"] == 48
+    card = Limits("NVIDIA H200", 1e6, 1e6)
+    side = runner.Outcome("ours", 4.0, records, None)
+    found = steady.figures(options.points, side, works, card)
+    assert found["rate"] == {"3x80": 48.0} and found["milliseconds"] == {"3x80": 62.5}  # the shortest: 5 - 4 s
+    assert found["reading"] == {"3x80": 4.0} and found["seconds_to"]["3x80"] == 6.0
+    assert found["speed"] is None  # 2x1k was not measured
+    cost = step_cost(SHAPES["tiny"], 3, 80)
+    assert found["bytes"]["3x80"] == cost.bytes
+    assert found["share_of_bytes"]["3x80"] == pytest.approx(cost.bytes / 0.0625 / 1e6)
+    assert found["share_of_peak_bytes"]["3x80"] == pytest.approx(cost.bytes / 0.0625 / 4.8e12)
+    assert found["share_of_peak_operations"]["3x80"] == pytest.approx(cost.operations / 0.0625 / 989e12)
+    records[1]["lengths"][2] = (1, 47)  # not all tokens came
+    assert steady.figures(options.points, side, works, card)["rate"] == {}
+
+
+def test_points_are_compared_as_far_as_each_side_came(
+    tmp_path: Path, peer: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--points", "3x80", "2x1k", "1x64", "--limit", "30", "--best", "async+flat"]
+    found = run(tmp_path, "compare", *peer, *more)
+    ours, theirs = found["sides"]
+    assert ours["error"] is None and list(ours["seconds_to"])[-1] == "end"
+    assert "no room for 2 long rows" in theirs["error"] and not {"2x1k", "1x64"} & set(theirs["rate"])
+    assert {f"vLLM best has no figure at {name}" for name in ("2x1k", "1x64")} <= set(found["void"])
+    engine = json.loads((tmp_path / "vllm-async+flat.job.json").read_text())["engine"]
+    assert engine["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 3]}
+    assert engine["max_num_seqs"] == 3 and not engine["enable_prefix_caching"]
+    assert engine["max_model_len"] == 1024 + 15  # the mean, and half of the steps
+    told = capsys.readouterr().out
+    assert "tokens/s: 3x80" in told and "VOID: vLLM best has no figure at 1x64" in told
+
+
+def test_a_point_that_a_side_lacks_is_void_and_the_others_hold() -> None:
+    points = [steady.point("3x80"), steady.point("2x1k"), steady.point("1x64")]
+    ours, theirs = {"3x80": 30.0, "2x1k": 8.0}, {"3x80": 20.0, "1x64": 5.0}
+    found = steady.conclude(points, [{"name": "ours", "rate": ours}, {"name": "vLLM", "rate": theirs}])
+    assert found["ratios"] == {"3x80, ours / vLLM": 1.5}
+    assert found["void"] == ["vLLM has no figure at 2x1k", "ours has no figure at 1x64"]
+
+
+def test_sides_that_have_no_time_left_are_ended_and_the_table_is_printed(
+    tmp_path: Path, peer: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run(tmp_path, "compare", *peer, "--points", "3x80", "--best", "flat", "--within", "0.1", "--limit", "8")
+    assert all("not done after 0 s" in side["error"] for side in found["sides"])
+    assert found["ratios"] == {} and "VOID: ours has no figure at 3x80" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["256", "0x1k", "4x", "ax1k", "4x1m"])
+def test_a_point_is_rows_and_context(text: str) -> None:
+    assert steady.point("64x4k") == ("64x4k", 64, 4096) and steady.point("8x480") == ("8x480", 8, 480)
+    with pytest.raises(argparse.ArgumentTypeError, match="such as 256x1k"):
+        steady.point(text)
 
 
 def test_starts_are_timed_with_empty_caches_and_with_those_left_behind(tmp_path: Path, peer: list[str]) -> None:

@@ -35,7 +35,7 @@ def test_a_key_without_a_value_is_refused_before_anything_runs(
         (cycle, ["search", "--search", "micro8+quick"], "unknown setting 'quick'"),
         (rollout, ["compare", "--best", "sync+quick"], "unknown setting 'quick'"),
         (rollout, ["ours", "--prompts", "file"], "a number above 0, or with --model a file"),
-        (rollout, ["ours", "--context", "100"], "at least 32 + --limit"),
+        (rollout, ["ours", "--points", "8x100"], "--points 8x100: a context of 32 + --limit or more"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -24,8 +24,6 @@ PAGE_TOKENS = 32
 FREE_SHARE = 0.9
 """Of the memory left over, what a cache of unstated size may take: other programs and fragments need the rest."""
 
-COMPILE_ENDS = True  # 15 kernels of a step less, for seconds of a start with nothing compiled
-
 
 def paged_decoder(
     model: Any,
@@ -69,8 +67,7 @@ def paged_decoder(
     runner.wake()
     if device.type == "cuda":
         compile_layers(model)
-        if COMPILE_ENDS:
-            compile_ends(model)
+        compile_ends(model)  # 15 kernels of a step less, for seconds of a start with nothing compiled
         runner.warm_up()
     return Decoder(
         runner,
