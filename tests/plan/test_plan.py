@@ -203,6 +203,22 @@ def test_a_step_longer_than_the_minutes_is_done_once() -> None:
     assert estimated("H200", "training.minutes=0.01").steps(100.0) == 1
 
 
+@pytest.mark.parametrize(
+    ("budgets", "steps"),
+    [  # a step has 128 prompts of 16 samples of 300 tokens: 2,048 samples, 614,400 tokens
+        (["samples=22000"], 10),
+        (["tokens=6500000"], 10),
+        (["samples=22000", "tokens=3300000"], 5),
+        (["samples=1"], 1),
+        (["samples=22000", "steps=3"], 3),
+        (["samples=22000", "steps=0"], 0),
+    ],
+)
+def test_budgets_of_samples_and_tokens_end_a_run(budgets: list[str], steps: int) -> None:
+    settings = ("training.steps=1000000", *(f"training.{budget}" for budget in budgets))
+    assert estimated("H200", *settings, assumed=Assumed(300, 100, 1.0)).steps(10.0) == steps
+
+
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 COST = Decoding(step=1e-3, row=1e-6, token=1e-9, prompt_token=1e-6)

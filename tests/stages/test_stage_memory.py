@@ -121,6 +121,9 @@ def test_a_stage_of_a_published_size_is_planned_on_one_gpu(recipe):
     assert {"weights", "gradients", "adam", "activations", "logits"} <= found["gpu_gib"].keys()
     assert not {"engine", "cache", "decoding", "reference"} & found["gpu_gib"].keys()
     assert found["step_seconds"]["reference"] < found["step_seconds"]["update"]
+    for budget in ("samples=330", f"tokens={330 * 3 * 512}"):  # 32 rows an update
+        budgeted = CliRunner().invoke(app, [*words, "training.steps=1000", f"training.{budget}"])
+        assert json.loads(budgeted.stdout)["steps"] == 10
     adapter = json.loads(CliRunner().invoke(app, [*words, "model.lora.rank=16"]).stdout)["gpu_gib"]
     assert adapter["adam"] < found["gpu_gib"]["adam"] / 10 and adapter["weights"] < found["gpu_gib"]["weights"]
     large = CliRunner().invoke(app, ["plan", recipe, "model.path=7B", "--cluster", "H100"])

@@ -306,9 +306,13 @@ class Estimate:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def steps(self, seconds: float) -> int:
-        training = self.config.training
-        most = training.steps if training.minutes is None else max(1, int(60 * training.minutes // seconds))
-        return min(training.steps, most)
+        return self.within_budgets(self.config.training.steps, seconds, self.rollout()[1] / self.assumed.response)
+
+    def within_budgets(self, steps: int, seconds: float, samples: float) -> int:
+        """Of so many steps those that are made; a step takes so many seconds and samples. A first one always is."""
+        each = {"minutes": seconds / 60, "samples": samples, "tokens": self.rollout()[1]}
+        limits = ((getattr(self.config.training, budget), used) for budget, used in each.items())
+        return min([steps, *(max(1, int(most // used)) for most, used in limits if most is not None)])
 
     def evaluations_s(self, steps: int) -> float | None:
         """Seconds of all evaluations; None: it is not known how many rows they have."""

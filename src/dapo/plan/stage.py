@@ -62,7 +62,7 @@ class StageEstimate(Estimate):
         steps: int | None = training.steps
         if steps is None:
             steps = ceil((training.epochs or 1) * rows / training.rows_per_update)
-        return steps if training.minutes is None else min(steps, max(1, int(60 * training.minutes // seconds)))
+        return self.within_budgets(steps, seconds, training.rows_per_update)
 
     def evaluated_s(self, rows: int) -> float:
         updates: float = rows / self.config.training.rows_per_update
