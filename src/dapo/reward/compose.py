@@ -78,8 +78,9 @@ class ComposedScorer(Scorer):
                 return Reward(None, 0.0, error=f"part {name}: {outcome.error}")
         return put_together(self._config, outcomes)
 
-    def read_back(self, prompt: str, response: str) -> Sequence[str]:
-        return [seen for scorer in self._scorers.values() for seen in scorer.read_back(prompt, response)]
+    async def lost_letters(self, texts: Sequence[tuple[str, str]]) -> set[str]:
+        found = await self._each(lambda scorer: scorer.lost_letters(texts))
+        return set[str]().union(*found.values())
 
     async def close(self) -> None:
         await self._each(lambda scorer: scorer.close())
