@@ -168,7 +168,7 @@ def test_memory_that_just_does_is_tight_and_a_byte_less_is_too_little(monkeypatc
     context.model, context.need = None, lambda value, name: value
     seen = []
     for free in (needed - 1, needed, int(needed / 0.85) - 1, int(needed / 0.85) + 2):
-        monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(system_memory, "free_memory", lambda free=free: free)
         (finding,) = memory.check_memory(context)  # type: ignore[arg-type]
         seen.append((finding.status, context.fits))
     assert seen == [("fail", None), ("warn", True), ("warn", True), ("pass", True)]

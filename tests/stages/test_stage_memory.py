@@ -12,10 +12,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dapo.checks import memory
 from dapo.checks.memory import predict_memory
 from dapo.commands import app
 from dapo.model.classifier import as_classifier
+from dapo.util import memory as system_memory
 from helpers import random_model
 from run_cases import TOKENIZER, tiny_model
 from stage_cases import ROWS, stage_config
@@ -101,7 +101,7 @@ def findings(*words: str) -> dict[str, dict[str, str]]:
 
 
 def test_what_does_not_fit_is_said_with_what_takes_less(recipe, monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda: 10 * 2**20)
+    monkeypatch.setattr(system_memory, "free_memory", lambda: 10 * 2**20)
     found = findings(recipe, "data.max_length=1024")["memory"]
     assert found["status"] == "fail" and found["fix"].startswith("training.tokens_per_micro_batch=")
 

@@ -67,7 +67,7 @@ from dapo.model.head import chunk_rows
 from dapo.model.loading import cached_numbers, check_supported, key_value_heads, read_config
 from dapo.training.lora import shape_of
 from dapo.training.offload import GROUP_NUMBERS
-from dapo.util.memory import free_memory
+from dapo.util import memory as system_memory
 
 AnyConfig = Config | StageConfig
 GIB = 2**30
@@ -309,7 +309,7 @@ def check_memory(context: CheckContext) -> Iterator[Finding]:
     if elsewhere:
         yield Finding("machine", "memory", "skip", f"{text}; there is no GPU here to compare it with")
         return
-    free = torch.cuda.mem_get_info()[0] if on_gpu else free_memory()
+    free = torch.cuda.mem_get_info()[0] if on_gpu else system_memory.free_memory()
     if free is not None and context.model is not None:
         free += memory.weights  # they are loaded already
     where = "GPU memory" if on_gpu else "RAM"
