@@ -225,16 +225,6 @@ def test_an_adapter_is_for_a_new_run_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert said.endswith("(model.lora.rank, model.compute_dtype: for a new run, this one cannot go on with another)")
 
 
-def test_where_memory_runs_out_a_reward_model_may_leave_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = config(reward={"kind": "model", "path": "r", "correct_above": 0}, runtime__deterministic=False)
-    on_gpu: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(is_cuda=True)]))
-    monkeypatch.setattr(memory, "smaller", lambda *_: "training.tokens_per_micro_batch=512")
-    monkeypatch.setattr(memory, "predict_memory", lambda *_: SimpleNamespace(total=lambda on_gpu: 1.0))
-    with pytest.raises(UserError) as found, memory.shortage_explained(given, on_gpu):
-        raise RuntimeError("CUDA out of memory")
-    assert str(found.value).endswith("What takes less: reward.device=cpu, training.tokens_per_micro_batch=512")
-
-
 def test_on_a_gpu_the_head_and_the_layer_at_work_take_turns() -> None:
     shape = random_model("qwen2", **SHAPE)
     memory = predict_memory(config(model__compute_dtype="bfloat16"), shape, on_gpu=True)
@@ -264,7 +254,7 @@ def test_the_forecast_names_its_parts_or_says_why_there_is_none(
     assert " of GPU memory, with" in predicted_from(config(model__path=path)), "auto: where there is one"
     assert " of RAM, with" in predicted_from(config(model__path=path, runtime__device="cpu"))
     judged = config(model__path=path, reward={"kind": "model", "path": "r", "correct_above": 0})
-    assert "GiB, and without the reward model (reward.device=cpu keeps it off the GPU) (" in predicted_from(judged)
+    assert "GiB, without the reward model r, which is not here (" in predicted_from(judged)
     assert "reward model" not in gpu + predicted_from(with_values(judged, {"reward.device": "cpu"}))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert "not predicted: model architecture 'bert'" in predicted_from(config(model__path=str(tmp_path)))

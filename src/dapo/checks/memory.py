@@ -26,7 +26,7 @@ logits         in the output head, c rows at a time, at most t and as many as ``
                GPU 2^30 / V, at most 8,192): 3 x 4 V c, on a GPU in bfloat16 6 V c and, if it is trained, 6 V h
                for its copy and its gradient
 decoding       2 x 4 V s in a step of the rollout
-scores         in place of logits, of a reward model: 8 h t
+scores         in place of logits, where a reward model is trained: 8 h t
 =============  ====================================================================================================
 
 A stage has no engine, cache or decoding, and no reference either: that of DPO is computed before the first update and
@@ -36,8 +36,8 @@ Compared with measurements in test_doctor_memory.py and test_stage_memory.py; th
 a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns: while the trainer works
 the cache sleeps, and gradients are dropped with every update; the head is done with before the layers go backward. The
 larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case. vLLM takes all of cache_gib,
-once the learner has given back what it has freed. What is on another device (``rollout.device``) does not count,
-nor does a reward model (``reward.device``).
+once the learner has given back what it has freed. What is on another device (``rollout.device``, ``reward.device``)
+does not count. Of a reward model see reward_memory.py; it scores while the rollout goes on.
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
 the whole engine. The casts are then what is whole at a time: of two layers (one at work, one on its way) b a number,
@@ -54,8 +54,8 @@ from typing import Any
 import torch
 
 from dapo.checks.context import CheckContext, Finding
+from dapo.checks.reward_memory import beside_training, reward_memory, unknown_models
 from dapo.config import Config
-from dapo.config.composed_reward import plain_rewards
 from dapo.config.on_resume import may_change
 from dapo.config.reading import with_values
 from dapo.config.stages import SFTConfig, StageConfig
@@ -90,6 +90,8 @@ class Memory:
     critic: int = 0
     cache: int = 0
     decoding: int = 0
+    reward_model: int = 0
+    scoring: int = 0
     at_work: int = 0
     """What the layer that goes backward takes on a GPU beside what was kept."""
     streamed: int = 0
@@ -101,16 +103,17 @@ class Memory:
 
     @property
     def lasting(self) -> int:
-        return self.weights + self.adam + self.engine + self.reference + self.critic + self.cache_that_stays
+        models = self.weights + self.engine + self.reference + self.critic + self.reward_model
+        return models + self.adam + self.cache_that_stays
 
     def total(self, on_gpu: bool) -> int:
         """At the worst moment. On a CPU with a share for the holes that freed tensors of other sizes leave."""
         if on_gpu:
             passes = self.casts + self.activations + max(self.logits, self.at_work)
             update = self.gradients + max(passes, self.streamed)
-            return self.lasting + max(update, self.cache + self.decoding)
+            return self.lasting + max(update, self.cache + self.decoding + self.scoring)
         parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
-        return int(_HOLES * (parts + max(self.logits, self.decoding)))
+        return int(_HOLES * (parts + max(self.logits, self.decoding + self.scoring)))
 
     def parts(self) -> dict[str, int]:
         """Those of the device's memory, by name."""
@@ -183,6 +186,7 @@ def _with_engine(memory: Memory, config: Config, shape: Any, on_gpu: bool, ranks
     apart = rollout.device not in (None, *(("cuda", "cuda:0") if on_gpu else ("cpu",)))
     algorithm, every = config.algorithm, sum(p.numel() for p in shape.parameters())
     vllm = 0 if apart or rollout.engine != "vllm" else width * every
+    reward_model, scoring = reward_memory(config, on_gpu)
     second = bool(config.ahead) and config.evaluation.while_sampling == "copy"
     return replace(
         memory,
@@ -191,6 +195,8 @@ def _with_engine(memory: Memory, config: Config, shape: Any, on_gpu: bool, ranks
         critic=16 * every if algorithm.kind == "ppo" and not algorithm.critic.share_backbone else 0,
         cache=0 if apart or stays else cache,
         decoding=0 if apart else 8 * text.vocab_size * rows,
+        reward_model=reward_model,
+        scoring=scoring,
         host=memory.host + vllm * (on_gpu and not config.cache_stays),
         cache_that_stays=cache if stays and not apart else 0,
     )
@@ -278,15 +284,8 @@ def predicted_from(config: AnyConfig) -> str:
 
 def _supposed(config: AnyConfig, on_gpu: bool) -> str:
     """What a prediction is of. It is no upper bound: what was measured lies within a factor of it, on either side."""
-    more = ", and without the reward model (reward.device=cpu keeps it off the GPU)" * _shared(config, on_gpu)
+    more = "".join(f", without the reward model {path}, which is not here" for path in unknown_models(config, on_gpu))
     return f"with texts of full length, without the libraries' own 0.5 GiB{more}"
-
-
-def _shared(config: AnyConfig, on_gpu: bool) -> bool:
-    """Whether a reward model may be on the GPU too."""
-    if not on_gpu or isinstance(config, StageConfig) or config.runtime.kind == "ray":
-        return False
-    return any(getattr(one, "device", "cpu") != "cpu" for one in plain_rewards(config.reward))
 
 
 def gib(size: float) -> str:
@@ -311,7 +310,7 @@ def check_memory(context: CheckContext) -> Iterator[Finding]:
         return
     free = torch.cuda.mem_get_info()[0] if on_gpu else system_memory.free_memory()
     if free is not None and context.model is not None:
-        free += memory.weights  # they are loaded already
+        free += memory.weights + memory.reward_model  # they are loaded already
     where = "GPU memory" if on_gpu else "RAM"
     context.fits = True if free is None or needed <= free else None
     if free is None:
@@ -334,7 +333,6 @@ def shortage_explained(config: AnyConfig, model: Any) -> Iterator[None]:
             raise
         on_gpu = next(model.parameters()).is_cuda
         less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
-        less = f"reward.device=cpu, {less}" if _shared(config, on_gpu) else less
         named, deterministic = re.findall(r"([\w.]+)=", less), config.runtime.deterministic
         stage = isinstance(config, StageConfig)  # which may change none of them
         fixed = [key for key in named if stage or not may_change(key, deterministic, inside=True)]
@@ -386,4 +384,6 @@ def _cheaper(config: AnyConfig, on_gpu: bool) -> Iterator[tuple[str, Any]]:
         yield "training.activation_checkpointing", True
     if on_gpu and not training.offload_optimizer:
         yield "training.offload_optimizer", True
+    if on_gpu and getattr(config, "reward", None) in beside_training(config, on_gpu):
+        yield "reward.device", "cpu"
     yield from [] if on_gpu else narrow

@@ -228,7 +228,7 @@ def check_snapshot(context: CheckContext) -> Iterator[Finding]:
         context.need(context.fits, "memory")
         needed += run.total(on_gpu=False)
         if free is not None and context.model is not None:
-            free += run.weights  # they are loaded already
+            free += run.weights + run.reward_model  # they are loaded already
     text = f"a checkpoint takes {gib(snapshot)} of RAM while it is written"
     text += "" if needed == snapshot else f", {gib(needed)} with what the run itself holds there"
     if free is None:

@@ -369,11 +369,10 @@ def letters(text: str) -> set[str]:
 
 
 def letters_lost_in(texts: Iterable[tuple[str, str]], read_back: Callable[[str, str], str]) -> set[str]:
-    """Of prompts with responses, where ``read_back`` says what is left of the two in tokens. Each letter is tried once,
-    in the first text that has it and is not refused."""
+    """Of prompts with responses, of which ``read_back`` says what is left in tokens. Each letter is tried once."""
     tried, lost = set[str](), set[str]()
     for prompt, response in texts:
-        with suppress(BadRow):
+        with suppress(BadRow):  # the prompt is refused, which its score says
             if not tried.issuperset(text := f"{prompt}\n{response}"):
                 lost.update(lost_letters(text, read_back(prompt, response)))
                 tried.update(text)
