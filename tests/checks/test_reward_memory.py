@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.profiler import ProfilerActivity, profile
 
 from dapo.checks.memory import predict_memory, predicted_from, smaller
 from dapo.config import Config, build_config, nested
 from dapo.config.reading import with_values
 from dapo.reward.model.network import load_network
 from dapo.reward.model.text import Encoded
-from helpers import random_model
+from helpers import most_allocated, random_model
 from run_cases import TOKENIZER
 
 SIZES: dict[str, Any] = {
@@ -55,17 +54,8 @@ def test_scoring_takes_what_is_predicted(tmp_path: Path, mlp: int, length: int) 
     config = recipe(folder, rollout__max_response_length=length - 56)
     network = load_network(with_values(config, {"reward.device": "cpu"}).reward)
     items = [Encoded((5,) * (length - 9 * (row == 3))) for row in range(8)]
-    network.score(items)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        network.score(items)
-    events = sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns())  # type: ignore[union-attr]
-    held, most = 0, 0
-    for event in events:
-        held += event.nbytes() if event.name() == "[memory]" else 0
-        most = max(most, held)
     predicted = predict_memory(config, random_model("qwen2"), on_gpu=True).scoring
-    print(f"predicted {predicted / 2**20:.1f} MiB, measured {most / 2**20:.1f} MiB")
-    assert predicted / most == pytest.approx(1.0, abs=0.2)
+    assert predicted / most_allocated(lambda: network.score(items)) == pytest.approx(1.0, abs=0.2)
 
 
 def test_weights_and_scoring_count_where_they_share_the_device(judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:

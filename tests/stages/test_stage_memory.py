@@ -31,27 +31,22 @@ SIZES: dict[str, Any] = {
     "runtime.deterministic": False,
     "run.save_every": 0,
 }
-MEASURED = '''
+MEASURED = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
+from dapo.util.memory import peak_memory
 from stage_cases import run
 from test_stage_memory import SIZES, SHAPE, random_model, rows
-
-
-def peak_memory():
-    """Of this program alone: what getrusage tells begins with that of the process that started it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 stage, folder = sys.argv[2], Path(sys.argv[3])
 run(stage, folder / "first", {"training.steps": 1})  # what is loaded when it is first used
 before = peak_memory()
 summary = run(stage, folder / "second", SIZES, model=random_model("qwen2", **SHAPE), rows=rows(stage))
 print(json.dumps({"bytes": peak_memory() - before, "updates": summary["updates"]}))
-'''
+"""
 
 
 def rows(stage: str) -> list[dict[str, str]]:

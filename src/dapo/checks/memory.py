@@ -16,12 +16,12 @@ casts          in bfloat16: 2 W for W trained parameters of the layers, which th
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those sampled ahead)
                sequences of at most T tokens (prompt and response), the former in any case with runtime.deterministic;
                on a GPU no more than rollout.cache_gib
-activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backward pass, w = 12 H min(T, 192) where
-               attention is written out (H heads, sequences of at most 192 tokens).
+activations    CPU: t L (40 h + b (4 m + k)) kept for the backward pass; in bfloat16, for T of at most 192, attention is
+               written out, with t L 6 H T more (H heads).
                GPU, compiled: t L (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b if the
                embedding is frozen, else 4)
                With training.activation_checkpointing the inputs of all layers, t L r h, and in place of L one layer
-at work        GPU: one layer more, in the backward pass
+at work        in the backward pass, on a GPU one layer more, on a CPU 2 t b m
 logits         in the output head, c rows at a time, at most t and as many as ``model.head.chunk_rows`` says (CPU 1,024,
                GPU 2^30 / V, at most 8,192): 3 x 4 V c, on a GPU in bfloat16 6 V c and, if it is trained, 6 V h
                for its copy and its gradient
@@ -54,7 +54,7 @@ from typing import Any
 import torch
 
 from dapo.checks.context import CheckContext, Finding
-from dapo.checks.reward_memory import beside_training, reward_memory, unknown_models
+from dapo.checks.reward_memory import beside_training, mlp_width, reward_memory, unknown_models
 from dapo.config import Config
 from dapo.config.on_resume import may_change
 from dapo.config.reading import with_values
@@ -71,7 +71,8 @@ from dapo.util import memory as system_memory
 
 AnyConfig = Config | StageConfig
 GIB = 2**30
-_HOLES = 1.25  # measured: the C library keeps freed memory (``process.keep_freed_memory``), so more is held than used
+_HOLES = 1.25
+"""Times what is in use, held by the process: 1.1 to 1.5 was measured, as the C library keeps what is freed."""
 _TIGHT = 0.85  # share of the free memory from which on it may become tight
 _SHORT = 0.8
 """Of what was predicted, what is taken for free where that ran out: the prediction was too low, or others took some."""
@@ -93,7 +94,7 @@ class Memory:
     reward_model: int = 0
     scoring: int = 0
     at_work: int = 0
-    """What the layer that goes backward takes on a GPU beside what was kept."""
+    """What the layer that goes backward takes beside what was kept."""
     streamed: int = 0
     """Adam's moments on their way through a GPU, after the backward pass."""
     host: int = 0
@@ -113,7 +114,7 @@ class Memory:
             update = self.gradients + max(passes, self.streamed)
             return self.lasting + max(update, self.cache + self.decoding + self.scoring)
         parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
-        return int(_HOLES * (parts + max(self.logits, self.decoding + self.scoring)))
+        return int(_HOLES * (parts + max(self.logits, self.at_work, self.decoding + self.scoring)))
 
     def parts(self) -> dict[str, int]:
         """Those of the device's memory, by name."""
@@ -153,7 +154,7 @@ def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: i
         casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=_head(shape, tokens, on_gpu, width),
-        at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
+        at_work=int(tokens * (_layer(config, shape, True) if on_gpu else 2 * width * mlp_width(shape))),
         streamed=8 * min(held, max(GROUP_NUMBERS, largest)) if offloaded else 0,
         host=8 * held * offloaded,
     )
@@ -248,13 +249,12 @@ def _kept(config: AnyConfig, shape: Any, on_gpu: bool) -> float:
 
 def _layer(config: AnyConfig, shape: Any, on_gpu: bool) -> float:
     text, width = shape.config.get_text_config(), _width(config)
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
+    hidden, heads, mlp = text.hidden_size, text.num_attention_heads, mlp_width(shape)
     if on_gpu:
         numbers = 2 * hidden + 2 * heads * key_value_heads(text)[1] + cached_numbers(text) + 3 * mlp
         return float(width * numbers + 2 * _residual(config, shape) * hidden + 4 * heads)
-    written_out = 12 * heads * _longest(config) if _longest(config) <= WRITTEN_OUT_TOKENS else 0
-    return float(width * (10 * hidden + 5 * mlp + 3 * cached_numbers(text)) + written_out)
+    written_out = 6 * heads * _longest(config) * (width == 2 and _longest(config) <= WRITTEN_OUT_TOKENS)
+    return float(40 * hidden + width * (4 * mlp + cached_numbers(text)) + written_out)
 
 
 def _residual(config: AnyConfig, shape: Any) -> int:

@@ -27,7 +27,7 @@ def reward_memory(config: Any, on_gpu: bool) -> tuple[int, int]:
         if (shape := _shape_of(reward)) is not None:
             width = 2 if reward.compute_dtype == "bfloat16" else 4
             weights += width * sum(parameter.numel() for parameter in shape.parameters())
-            scoring += _scoring(config, reward, shape.config.get_text_config(), width)
+            scoring += _scoring(config, reward, shape, width)
     return weights, scoring
 
 
@@ -68,10 +68,15 @@ def _shape(path: str, trust_remote_code: bool, folder: Path) -> Any:
         return None
 
 
-def _scoring(config: Any, reward: ModelReward, text: Any, width: int) -> int:
+def mlp_width(shape: Any) -> int:
+    text = shape.config.get_text_config()
+    return getattr(text, "intermediate_size", None) or 4 * int(text.hidden_size)
+
+
+def _scoring(config: Any, reward: ModelReward, shape: Any, width: int) -> int:
     longest = min(reward.max_length, config.data.max_prompt_length + config.rollout.max_response_length)
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     tokens = min(reward.tokens_per_batch, samples * longest)
+    text, mlp = shape.config.get_text_config(), mlp_width(shape)
     hidden, heads = text.hidden_size, text.num_attention_heads * key_value_heads(text)[1]
-    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
     return int(tokens * (width * max(4 * hidden + 3 * mlp, 2 * hidden + 5 * heads) + (2 + width) * longest))
