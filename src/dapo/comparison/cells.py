@@ -61,20 +61,16 @@ def run_cells(
         raise ConfigError(f"--only {unknown[0]}: there is no such cell; there are: {known}")
     if judged.rollout.engine not in ("native", "vllm"):  # a server has a model of its own
         judged = with_values(judged, {"rollout.engine": "native"})
-    without_locks = False
     for number, cell in enumerate(cells, start=1):
         if only and not {cell.name, cell.recipe} & set(only):
             continue
         name = f"{cell.name} ({number} of {len(cells)})"
         with (root / f".{cell.name}.lock").open("w") as lock:
             try:
-                missing = lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 tell(f"{name}: another process is at it")
                 continue
-            if missing is not None and not without_locks:
-                without_locks = True
-                tell(f"{root}: its file system has no locks ({missing.strerror}): let no other process work on it")
             if "rows" in cell.result:
                 tell(f"{name}: done before")
                 continue

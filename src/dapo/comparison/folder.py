@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import inf
@@ -109,9 +109,11 @@ def declare(
     budget: Mapping[str, float | None],
     allowed: Sequence[str] = (),
     evaluation: str | None = None,
+    tell: Callable[[str], object] = lambda text: None,
 ) -> Config:
     """Look at everything and write comparison.json; a comparison that is there may get more recipes and seeds. Returns
-    the recipe that measures all models: ``evaluation``, or the first one with held-out rows.
+    the recipe that measures all models: ``evaluation``, or the first one with held-out rows. ``tell``: hears that the
+    file system has no locks, without which it goes on.
     Raises UserError: something in a recipe is wrong, they cannot be compared, or another comparison is there."""
     given = {key: amount for key, amount in budget.items() if amount is not None}
     if len(given) != 1 or not 0 < min(given.values()) < inf:
@@ -146,7 +148,9 @@ def declare(
         raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
     with writing(root), ExitStack() as stack:
         root.mkdir(parents=True, exist_ok=True)
-        lock_file(stack.enter_context((root / ".lock").open("w")), fcntl.LOCK_EX)  # others may be adding their recipes
+        lock = stack.enter_context((root / ".lock").open("w"))
+        if missing := lock_file(lock, fcntl.LOCK_EX):  # others may be adding their recipes
+            tell(f"{root}: its file system has no locks ({missing.strerror}): let no other process work on it")
         write_json(root / DECLARED, _joined(Comparison.read(root), now) if is_comparison(root) else now)
     return judged
 
