@@ -79,7 +79,7 @@ def test_phases_and_stages_are_compared_with_runs_by_where_they_begin(here: Path
     several = {"a": Variant("a.yaml"), "dpo": Variant("dpo.yaml"), "phases": Variant("phases.yaml")}
     declared(several)
     told = Comparison.read(Path("out")).recipes
-    assert [told[name]["phases"] for name in several] == [[""], [""], ["sft", "rl"]]
+    assert [told[name]["phases"] for name in several] == [["."], ["."], ["sft", "rl"]]
     assert [told[name]["curve"] for name in several] == [True, False, True]
     assert told["dpo"]["needs"] == ["preference pairs", "reference"]
     assert told["phases"]["needs"] == ["demonstrations", "reward (exact)"]

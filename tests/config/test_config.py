@@ -229,6 +229,9 @@ def test_a_run_whose_file_names_no_other_keys_is_checked_once(tmp_path: Path, mo
     (tmp_path / "fingerprint.json").write_text("{}")
     load_config(tmp_path / "config.yaml")
     assert len(checked) == 1
+    (tmp_path / "config.yaml").write_text(RECIPE + "bygone: null\n")
+    load_config(tmp_path / "config.yaml")
+    assert len(checked) == 3, "once more without what is gone"
 
 
 def test_a_key_like_no_other_gets_the_valid_ones_listed(message: Message) -> None:

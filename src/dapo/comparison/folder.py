@@ -23,7 +23,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from dapo.comparison.recipes import BUDGETS, Phases, Variant, by_key, kind_of, measured, needs, require_alike, run_of
+from dapo.comparison.recipes import BUDGETS, Phases, Variant, by_key, measured, needs, require_alike, run_of
 from dapo.config import Config, flat, load_config
 from dapo.config.plan import require_files
 from dapo.config.secrets import redact
@@ -141,7 +141,7 @@ def declare(
         "budget": given,
         "measured": redact(measured(judged)),
         "seeds": list(seeds),
-        "recipes": {name: _told(variants[name].recipe, of, judged) for name, of in phases.items()},
+        "recipes": {name: _told(name, variants[name].recipe, of, judged) for name, of in phases.items()},
     }
     held = root.is_dir() and any(path.name[0] != "." for path in root.iterdir())  # another's half file
     if root.is_file() or (held and not is_comparison(root)):
@@ -155,11 +155,12 @@ def declare(
     return judged
 
 
-def _told(recipe: str, phases: Phases, judged: Config) -> dict[str, Any]:
+def _told(name: str, recipe: str, phases: Phases, judged: Config) -> dict[str, Any]:
     run = run_of(phases)
-    settings = {n or kind_of(c): redact(c.model_dump(mode="json", exclude={"run", "seed"})) for n, c in phases.items()}
+    settings = {name: redact(c.model_dump(mode="json", exclude={"run", "seed"})) for name, c in phases.items()}
+    folders = [str(Path(config.run.dir).relative_to(name)) for config in phases.values()]
     curve = run is not None and run is list(phases.values())[-1] and measured(run) == measured(judged)
-    return {"recipe": recipe, "phases": list(phases), "needs": needs(phases), "curve": curve, "settings": settings}
+    return {"recipe": recipe, "phases": folders, "needs": needs(phases), "curve": curve, "settings": settings}
 
 
 def _joined(old: Comparison, now: dict[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from dapo.config.composed_reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.data import DataItem
-from dapo.config.messages import build_tree, fields_at
+from dapo.config.messages import build_tree, fields_at, refusal
 from dapo.config.on_resume import without_gone
 from dapo.config.plan import existing_recipe, name_run_folder, shipped_recipes
 from dapo.config.secrets import require_secrets
@@ -131,11 +131,12 @@ def build_config(
     """Check a nested mapping and turn it into a :class:`Config`, as :func:`build_tree` does. ``file``: that it was read
     from; of a run, keys that are gone since may be there where they hold nothing."""
     try:
-        return build_tree(Config, tree, source, where)
-    except ConfigError:
-        if file is None or (left := without_gone(tree, file, where or {})) == tree:
-            raise
-        return build_tree(Config, left, source, where)
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        left = tree if file is None else without_gone(tree, error, file, where or {})
+        if left == tree:
+            raise refusal(error, source, where) from None
+    return build_tree(Config, left, source, where)
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
