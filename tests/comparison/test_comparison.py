@@ -186,8 +186,7 @@ def line(table: Table, label: str) -> list[str]:
 
 def test_recipes_are_compared_where_all_have_come_and_by_what_it_cost(here: Path) -> None:
     stored_comparison(
-        here / "out",
-        {"first": {1: [0.0, 0.25], 2: [0.0, 0.5]}, "fast": {1: [0.0, 0.5, 1.0]}, "gone": {}},
+        here / "out", {"first": {1: [0.0, 0.25], 2: [0.0, 0.5]}, "fast": {1: [0.0, 0.5, 1.0]}, "gone": {}}
     )
     (here / "out/fast-seed-2.json").write_text(json.dumps({"failed": "no memory"}))
     table = Table.read(here / "out")

@@ -13,17 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import (
-    Debug,
-    DrainSeconds,
-    Host,
-    JsonFile,
-    Port,
-    Quiet,
-    Redact,
-    TokenEnv,
-    is_setting,
-)
+from dapo.commands.shared.options import Debug, DrainSeconds, Host, JsonFile, Port, Quiet, Redact, TokenEnv, is_setting
 from dapo.commands.shared.output import print_lines, require_writable, say, status_line, write_results
 from dapo.errors import ConfigError, extra
 from dapo.util.terminal import counted, visible
@@ -52,9 +42,7 @@ def check(
     ] = None,
     recipe: Annotated[
         Path | None,
-        typer.Option(
-            help="Keys, template, tokenizer and reward of this recipe; its own files if none are named.",
-        ),
+        typer.Option(help="Keys, template, tokenizer and reward of this recipe; its own files if none are named."),
     ] = None,
     output: JsonFile = None,
     strict: Annotated[

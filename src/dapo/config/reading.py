@@ -123,10 +123,7 @@ def merged(tree: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_config(
-    tree: Mapping[str, Any],
-    source: str = "config",
-    where: Mapping[str, str] | None = None,
-    file: Path | None = None,
+    tree: Mapping[str, Any], source: str = "config", where: Mapping[str, str] | None = None, file: Path | None = None
 ) -> Config:
     """Check a nested mapping and turn it into a :class:`Config`, as :func:`build_tree` does. ``file``: that it was read
     from; of a run, keys that are gone since may be there where they hold nothing."""

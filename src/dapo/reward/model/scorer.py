@@ -53,8 +53,7 @@ class ModelScorer(Scorer):
         self._runner = ThreadPoolExecutor(1, "reward model")
         self._running: asyncio.Future[list[float]] | None = None
         self._batches: Batcher[Encoded, Reward] = Batcher(
-            self._score_batch,
-            pick=lambda items: pick_alike([item.length for item in items], config.tokens_per_batch),
+            self._score_batch, pick=lambda items: pick_alike([item.length for item in items], config.tokens_per_batch)
         )
 
     async def start(self) -> None:
