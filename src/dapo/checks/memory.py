@@ -54,7 +54,7 @@ from typing import Any
 import torch
 
 from dapo.checks.context import CheckContext, Finding
-from dapo.checks.reward_memory import beside_training, mlp_width, reward_memory, unknown_models
+from dapo.checks.reward_memory import mlp_width, reward_memory, unknown_models
 from dapo.config import Config
 from dapo.config.on_resume import may_change
 from dapo.config.reading import with_values
@@ -384,6 +384,6 @@ def _cheaper(config: AnyConfig, on_gpu: bool) -> Iterator[tuple[str, Any]]:
         yield "training.activation_checkpointing", True
     if on_gpu and not training.offload_optimizer:
         yield "training.offload_optimizer", True
-    if on_gpu and getattr(config, "reward", None) in beside_training(config, on_gpu):
+    if on_gpu and isinstance(config, Config) and config.reward.kind == "model":
         yield "reward.device", "cpu"
     yield from [] if on_gpu else narrow

@@ -6,6 +6,7 @@ scored, in texts of at most T tokens: t b max(4 h + 3 m, 2 h + 5 q) + t (2 + b) 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,48 +24,42 @@ from dapo.model.loading import key_value_heads, read_config
 def reward_memory(config: Any, on_gpu: bool) -> tuple[int, int]:
     """Bytes of weights, and of scoring, of those that are here: see :func:`unknown_models`."""
     weights = scoring = 0
-    for reward in beside_training(config, on_gpu):
-        if (shape := _shape_of(reward)) is not None:
+    for reward, shape in _beside_training(config, on_gpu):
+        if shape is not None:
             width = 2 if reward.compute_dtype == "bfloat16" else 4
             weights += width * sum(parameter.numel() for parameter in shape.parameters())
             scoring += _scoring(config, reward, shape, width)
     return weights, scoring
 
 
-def beside_training(config: Any, on_gpu: bool) -> list[ModelReward]:
-    """Those on the device that trains. On Ray they have others."""
-    if isinstance(config, StageConfig) or config.runtime.kind == "ray":
-        return []
-    named = [one for one in (config.reward, config.monitor.check) if one is not None]
-    here = "cuda" if on_gpu else "cpu"
-    auto = here if on_gpu or not torch.cuda.is_available() else "cuda"
-    models = [one for reward in named for one in plain_rewards(reward) if isinstance(one, ModelReward)]
-    return [one for one in models if here == (auto if one.device == "auto" else one.device)]
-
-
 def unknown_models(config: Any, on_gpu: bool) -> list[str]:
-    return [reward.path for reward in beside_training(config, on_gpu) if _shape_of(reward) is None]
+    return [reward.path for reward, shape in _beside_training(config, on_gpu) if shape is None]
 
 
-def _shape_of(reward: ModelReward) -> Any:
-    """Its network without numbers; None: it is not here, or is none, of which the check of the reward tells."""
-    return _shape(reward.path, reward.trust_remote_code, Path.cwd())
+def _beside_training(config: Any, on_gpu: bool) -> Iterator[tuple[ModelReward, Any]]:
+    """Those on the device that trains, each with its shape. On Ray they have others."""
+    if isinstance(config, StageConfig) or config.runtime.kind == "ray":
+        return
+    here = ("cuda", "auto") if on_gpu else ("cpu",) if torch.cuda.is_available() else ("cpu", "auto")
+    for named in filter(None, (config.reward, config.monitor.check)):
+        for reward in plain_rewards(named):
+            if isinstance(reward, ModelReward) and reward.device in here:
+                yield reward, _shape(reward.path, reward.trust_remote_code, Path.cwd())
 
 
 @cache
 def _shape(path: str, trust_remote_code: bool, folder: Path) -> Any:
-    """``folder``: that ``path`` counts from."""
+    """A network without numbers, where ``path`` counts from ``folder``; None: it is not here, or is none."""
     from transformers import AutoModelForSequenceClassification
 
     try:
         adapter = find_adapter(path)
         if not config_at_hand(name := adapter.base if adapter else path):
             return None
+        found = read_config(name, trust_remote_code)
         with torch.device("meta"):
-            return AutoModelForSequenceClassification.from_config(
-                read_config(name, trust_remote_code), trust_remote_code=trust_remote_code
-            )
-    except Exception:  # whatever the files of a model that is none lead to
+            return AutoModelForSequenceClassification.from_config(found, trust_remote_code=trust_remote_code)
+    except Exception:  # whatever the files of a model that is none lead to; the check of the reward tells
         return None
 
 

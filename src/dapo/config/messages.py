@@ -33,13 +33,8 @@ def build_tree(root: type[Tree], tree: Mapping[str, Any], source: str, where: Ma
     try:
         return root.model_validate(tree)
     except ValidationError as error:
-        raise refusal(error, source, where, root) from None
-
-
-def refusal(
-    error: ValidationError, source: str, where: Mapping[str, str] | None, root: type[BaseModel] = Config
-) -> ConfigError:
-    return ConfigError("\n".join(one for item in error.errors() for one in explain(item, source, where or {}, root)))
+        problems = [line for item in error.errors() for line in explain(item, source, where or {}, root)]
+        raise ConfigError("\n".join(problems)) from None
 
 
 def explain(item: Any, source: str, where: Mapping[str, str], root: type[BaseModel] = Config) -> Iterator[str]:

@@ -102,9 +102,7 @@ def is_one_of(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def without_gone(
-    tree: Mapping[str, Any], faults: ValidationError, file: Path, where: Mapping[str, str]
-) -> Mapping[str, Any]:
+def without_gone(tree: Mapping[str, Any], faults: ValidationError, file: Path, where: Mapping[str, str]) -> Any:
     """What ``file`` holds. That of a run names every key of its version: without those that are gone since and held
     nothing, unless an override names them (``where``: for dotted keys, the place they come from)."""
     if file.name != "config.yaml" or not (file.parent / "fingerprint.json").is_file():

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from dapo.config.composed_reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.data import DataItem
-from dapo.config.messages import build_tree, fields_at, refusal
+from dapo.config.messages import build_tree, fields_at
 from dapo.config.on_resume import without_gone
 from dapo.config.plan import existing_recipe, name_run_folder, shipped_recipes
 from dapo.config.secrets import require_secrets
@@ -131,8 +131,6 @@ def build_config(
         return Config.model_validate(tree)
     except ValidationError as error:
         left = tree if file is None else without_gone(tree, error, file, where or {})
-        if left == tree:
-            raise refusal(error, source, where) from None
     return build_tree(Config, left, source, where)
 
 
