@@ -71,8 +71,7 @@ from dapo.util import memory as system_memory
 
 AnyConfig = Config | StageConfig
 GIB = 2**30
-_HOLES = 1.25
-"""Times what is in use, held by the process: 1.1 to 1.5 was measured, as the C library keeps what is freed."""
+_HOLES = 1.25  # times what is in use, held: 1.1 to 1.5 was measured, as the C library keeps what is freed
 _TIGHT = 0.85  # share of the free memory from which on it may become tight
 _SHORT = 0.8
 """Of what was predicted, what is taken for free where that ran out: the prediction was too low, or others took some."""

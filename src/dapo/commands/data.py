@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Check and clean data files; take prompts and feedback over HTTP.")
 _BAR = 40
-_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
 
 
 @app.command(epilog=EXIT_CODES)
@@ -48,7 +47,7 @@ def check(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 2 for overlap and conflicting answers, too.")
     ] = False,
-    quiet: _Quiet = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Read every row of FILES: bad rows, missing answers, duplicates, lengths, overlap with evaluation files.
@@ -95,7 +94,7 @@ def clean(
         bool, typer.Option("--fractions", help="Where the answer is a fraction m/n, ask for m + n, as the paper does.")
     ] = False,
     output: JsonFile = None,
-    quiet: _Quiet = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Write the rows of FILES to OUT, but for those that are bad, repeated, contradictory or overlap with --eval.

@@ -375,10 +375,10 @@ class Estimate:
             yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
         if self.config.rollout.engine != "native":
             yield "other engines are not in it: the native engine is planned for"
-        unknown = [f"of the reward model {path}, which is not here" for path in unknown_models(self.config, True)]
+        for path in unknown_models(self.config, True):
+            yield f"memory of the reward model {path}, which is not here, is not in it"
         if self.config.runtime.kind == "ray" and self.config.reward.kind == "model":
-            unknown = ["of reward models, to which Ray gives GPUs of their own"]
-        yield from (f"memory {one}, is not in it" for one in unknown)
+            yield "memory of reward models, to which Ray gives GPUs of their own, is not in it"
         if self.config.algorithm.kind == "ppo":
             yield "the critic: of the policy's size, and as long at each pass; no run of PPO was measured for this"
         if apart(self.config):

@@ -59,9 +59,8 @@ class StageEstimate(Estimate):
         """Of epochs as many as the rows of plain files make, and 0 where they cannot be counted."""
         training = self.config.training
         rows = evaluated_rows(self.config.data.train, self.config.data.rows) or 0
-        steps: int | None = training.steps
-        if steps is None:
-            steps = ceil((training.epochs or 1) * rows / training.rows_per_update)
+        passes = ceil((training.epochs or 1) * rows / training.rows_per_update)
+        steps = passes if training.steps is None else training.steps
         return self.within_budgets(steps, seconds, training.rows_per_update)
 
     def evaluated_s(self, rows: int) -> float:
