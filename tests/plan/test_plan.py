@@ -213,20 +213,12 @@ def test_a_reward_model_is_in_the_memory_where_it_is_at_hand(tmp_path: Path) -> 
     assert any("of the reward model no/such, which is not here" in text for text in gone.assumptions())
 
 
-@pytest.mark.parametrize(
-    ("budgets", "steps"),
-    [  # a step has 128 prompts of 16 samples of 300 tokens: 2,048 samples, 614,400 tokens
-        (["samples=22000"], 10),
-        (["tokens=6500000"], 10),
-        (["samples=22000", "tokens=3300000"], 5),
-        (["samples=1"], 1),
-        (["samples=22000", "steps=3"], 3),
-        (["samples=22000", "steps=0"], 0),
-    ],
-)
-def test_budgets_of_samples_and_tokens_end_a_run(budgets: list[str], steps: int) -> None:
-    settings = ("training.steps=1000000", *(f"training.{budget}" for budget in budgets))
-    assert estimated("H200", *settings, assumed=Assumed(300, 100, 1.0)).steps(10.0) == steps
+def test_budgets_of_samples_and_tokens_end_a_run() -> None:
+    """A step has 128 prompts of 16 samples of 300 tokens: 2,048 samples, 614,400 tokens."""
+    ends = {"samples=22000": 10, "tokens=6500000": 10, "samples=22000 tokens=3300000": 5, "samples=1": 1}
+    for budgets, steps in (ends | {"samples=22000 steps=3": 3, "samples=22000 steps=0": 0}).items():
+        settings = ("training.steps=1000000", *(f"training.{budget}" for budget in budgets.split()))
+        assert estimated("H200", *settings, assumed=Assumed(300, 100, 1.0)).steps(10.0) == steps, budgets
 
 
 # --- seconds ----------------------------------------------------------------------------------------------------------
