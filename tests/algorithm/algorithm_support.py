@@ -160,11 +160,7 @@ def plain_token_loss(
             loss, clipped = c * -a, True
     slope = 0.0 if clipped else -ratio * a
     d = t.logprob - t.reference
-    kl, kl_slope = {
-        "k1": (d, 1.0),
-        "k2": (d * d / 2, d),
-        "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d)),
-    }[kind]
+    kl, kl_slope = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d))}[kind]
     return t.importance * loss + kl_coef * kl, t.importance * slope + kl_coef * kl_slope
 
 

@@ -80,12 +80,7 @@ def test_noise_is_pooled_over_variants_and_single_seeds_say_nothing_of_it() -> N
 
 def result(minutes: list[float], trained: list[int], drawn: list[int], accuracy: list[float]) -> dict[str, Any]:
     return {
-        "evaluations": {
-            "minutes": minutes,
-            "samples_trained": trained,
-            "samples_drawn": drawn,
-            "accuracy": accuracy,
-        }
+        "evaluations": {"minutes": minutes, "samples_trained": trained, "samples_drawn": drawn, "accuracy": accuracy}
     }
 
 

@@ -278,11 +278,7 @@ MISTAKES: dict[str, Mistake] = {
                 f, [{"prompt": r["prompt"], "gold": f"We add. #### {r['answer']}"} for r in rows(6, 8)], "heldout.jsonl"
             ),
             write_recipe(
-                f,
-                {
-                    "reward": {"kind": "exact"},
-                    "evaluation.data": {"path": "heldout.jsonl", "answer_key": "gold"},
-                },
+                f, {"reward": {"kind": "exact"}, "evaluation.data": {"path": "heldout.jsonl", "answer_key": "gold"}}
             ),
         ),
         'row["gold"] = row["gold"].rpartition',
@@ -401,10 +397,7 @@ MISTAKES: dict[str, Mistake] = {
     "chats that are answered already": Mistake(
         "last-turn",
         "warn",
-        lambda f: (
-            write_rows(f, [{**r, "prompt": _answered(r)} for r in rows(0, 6)]),
-            _chat(_TURNS + _BEGIN)(f),
-        ),
+        lambda f: (write_rows(f, [{**r, "prompt": _answered(r)} for r in rows(0, 6)]), _chat(_TURNS + _BEGIN)(f)),
         '["prompt"].pop()',
     ),
     # model and tokenizer
@@ -483,10 +476,7 @@ MISTAKES: dict[str, Mistake] = {
     "answers that cannot be read": Mistake(
         "gold-readable",
         "warn",
-        lambda f: (
-            write_rows(f, _unreadable(rows(0, 6))),
-            write_recipe(f, {"reward": {"kind": "math", "workers": 1}}),
-        ),
+        lambda f: (write_rows(f, _unreadable(rows(0, 6))), write_recipe(f, {"reward": {"kind": "math", "workers": 1}})),
         "3 of 60",
         also=frozenset({"answer-format"}),
     ),

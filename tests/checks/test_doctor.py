@@ -37,6 +37,7 @@ from dapo.reward.contract import Doubt
 from dapo.rollout.engine import in_flight_policy
 from dapo.rollout.native.engine import NativeEngine
 from dapo.training.lora import trainable_shape
+from dapo.util import memory as system_memory
 from helpers import random_model
 
 OWN = f"{own_methods.__file__}:PlainEngine"
@@ -200,7 +201,7 @@ def test_a_disk_that_is_too_small(case: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_memory_that_is_too_small_is_told_before_the_weights_are_loaded(
     case: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 10_000)
+    monkeypatch.setattr(system_memory, "free_memory", lambda: 10_000)
     findings = doctor(code=1)
     assert set(complaints(findings)) == {"memory"}
     assert "weights" not in {one["name"] for one in findings}
@@ -292,10 +293,10 @@ def test_a_snapshot_that_does_not_fit_beside_the_run(case: Path, monkeypatch: py
     parameters = sum(p.numel() for p in shape.parameters())
     run = memory.predict_memory(load_config("recipe.yaml", ["model.path=./model"]), shape).total(on_gpu=False)
     monkeypatch.setattr(memory, "_TIGHT", 1.0)
-    monkeypatch.setattr(memory, "free_memory", lambda: run + 11 * parameters)
+    monkeypatch.setattr(system_memory, "free_memory", lambda: run + 11 * parameters)
     found = complaints(doctor(code=1))
     assert set(found) == {"snapshot"}
-    monkeypatch.setattr(memory, "free_memory", lambda: run + 12 * parameters)
+    monkeypatch.setattr(system_memory, "free_memory", lambda: run + 12 * parameters)
     assert not complaints(doctor(code=0))
 
 
@@ -304,7 +305,7 @@ def test_a_snapshot_takes_main_memory_on_a_gpu_too(case: Path, monkeypatch: pyte
     parameters = sum(p.numel() for p in shape.parameters())
     context = CheckContext(load_config("recipe.yaml", ["model.path=./model"]), shape=shape, device=torch.device("cuda"))
     for bytes_, status in ((12 * parameters, "pass"), (12 * parameters - 1, "fail")):
-        monkeypatch.setattr(memory, "free_memory", lambda bytes_=bytes_: bytes_)
+        monkeypatch.setattr(system_memory, "free_memory", lambda bytes_=bytes_: bytes_)
         assert [one.status for one in settings.check_snapshot(context)] == [status]
 
 
@@ -318,7 +319,7 @@ def test_a_snapshot_of_an_adapter_is_small_and_moments_in_main_memory_count(
     def statuses(*free: int) -> list[str]:
         found = []
         for bytes_ in free:
-            monkeypatch.setattr(memory, "free_memory", lambda bytes_=bytes_: bytes_)
+            monkeypatch.setattr(system_memory, "free_memory", lambda bytes_=bytes_: bytes_)
             found += [one.status for one in settings.check_snapshot(context)]
         return found
 

@@ -169,9 +169,10 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -
 def test_an_episode_that_died_is_an_error_and_an_unknown_environment_is_refused_first() -> None:
     Path("env.py").write_text("class Bad:\n    def reset(self, **row):\n        raise RuntimeError('no database')\n")
     small = ("--max-tokens", 8, "--set", "data.max_prompt_length=64", "--set", "rollout.max_response_length=9")
-    result = generate("model", "1+2=", "--environment", "env.py:Bad", *small, "--json", code=1)
-    assert json.loads(result.stdout)["reward"] is None
-    assert "1 episode died: environment: reset: RuntimeError: no database" in result.stderr.replace("\n", " ")
+    result = generate("model", "1+2=", "--environment", "env.py:Bad", *small, "--json", "--samples", 2, code=1)
+    assert [json.loads(line)["reward"] for line in result.stdout.splitlines()] == [None, None]
+    assert "temperature 0 all samples" in result.stderr.replace("\n", " "), "doubts are those of dapo evaluate"
+    assert "2 episodes died: environment: reset: RuntimeError: no database" in result.stderr.replace("\n", " ")
     for name in ("no-such", "env.py:Gone"):
         result = generate("model", "1+2=", "--environment", name, code=2)
         assert "environment.name" in result.stderr and "loading" not in result.stderr

@@ -14,7 +14,8 @@ import yaml
 from typer.testing import CliRunner
 
 from dapo.commands import app
-from dapo.commands.inspect.tables import ASCII, columns, curve, number
+from dapo.commands.inspect.tables import ASCII, curve, number
+from dapo.commands.shared.output import columns
 from dapo.config import build_config
 from dapo.config.plan import UNBOUNDED
 from dapo.observe.metrics import MetricsLog

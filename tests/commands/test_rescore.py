@@ -100,12 +100,7 @@ def test_the_numbers_of_a_step(tmp_path, function):
         "recovered": 1,
     }
     places = [(change.sample["draw"], change.sample["index"], change.kind) for change in step.changes]
-    assert places == [
-        (0, 1, "wrong_to_right"),
-        (1, 0, "wrong_to_right"),
-        (2, 1, "failed"),
-        (2, 2, "recovered"),
-    ]
+    assert places == [(0, 1, "wrong_to_right"), (1, 0, "wrong_to_right"), (2, 1, "failed"), (2, 2, "recovered")]
     assert json.loads(json.dumps(step.as_json()))["changes"][0]["kind"] == "wrong_to_right"
 
 

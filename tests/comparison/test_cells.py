@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import dapo
 from compared import write_recipes
 from dapo.comparison import cells
-from dapo.errors import UserError
+from dapo.errors import ConfigError, UserError
 from dapo.observe.checkpoints import Checkpoints
 from dapo.observe.metrics import read_metrics
 from dapo.observe.progress import PlainListener
@@ -188,11 +189,12 @@ def test_a_file_system_without_locks_is_told_once(here: Path, monkeypatch: pytes
 
     monkeypatch.setattr("dapo.util.files.fcntl.flock", no_locks)
     monkeypatch.setattr(cells, "_attempt", lambda *_: "not tried")
-    listener = Recorder()
-    dapo.compare(["a.yaml", "phases.yaml"], samples=8, seeds=[1], out="out", listener=listener)
-    told = [phase for phase in listener.phases if "no locks" in phase]
     where = f"its file system has no locks ({os.strerror(errno.ENOLCK)}): let no other process work on it"
-    assert told == [f"out: {where}"]
+    for only, refused in ((["none"], pytest.raises(ConfigError, match="no such cell")), ([], nullcontext())):
+        listener = Recorder()
+        with refused:  # comparison.json is written before
+            dapo.compare(["a.yaml", "phases.yaml"], samples=8, seeds=[1], out="out", only=only, listener=listener)
+        assert [phase for phase in listener.phases if "no locks" in phase] == [f"out: {where}"]
 
 
 def test_a_cell_that_is_ended_by_a_signal_says_so_and_its_lock_holds_others_off(here: Path, monkeypatch: Any) -> None:

@@ -79,7 +79,7 @@ def test_phases_and_stages_are_compared_with_runs_by_where_they_begin(here: Path
     several = {"a": Variant("a.yaml"), "dpo": Variant("dpo.yaml"), "phases": Variant("phases.yaml")}
     declared(several)
     told = Comparison.read(Path("out")).recipes
-    assert [told[name]["phases"] for name in several] == [[""], [""], ["sft", "rl"]]
+    assert [told[name]["phases"] for name in several] == [["."], ["."], ["sft", "rl"]]
     assert [told[name]["curve"] for name in several] == [True, False, True]
     assert told["dpo"]["needs"] == ["preference pairs", "reference"]
     assert told["phases"]["needs"] == ["demonstrations", "reward (exact)"]
@@ -186,8 +186,7 @@ def line(table: Table, label: str) -> list[str]:
 
 def test_recipes_are_compared_where_all_have_come_and_by_what_it_cost(here: Path) -> None:
     stored_comparison(
-        here / "out",
-        {"first": {1: [0.0, 0.25], 2: [0.0, 0.5]}, "fast": {1: [0.0, 0.5, 1.0]}, "gone": {}},
+        here / "out", {"first": {1: [0.0, 0.25], 2: [0.0, 0.5]}, "fast": {1: [0.0, 0.5, 1.0]}, "gone": {}}
     )
     (here / "out/fast-seed-2.json").write_text(json.dumps({"failed": "no memory"}))
     table = Table.read(here / "out")

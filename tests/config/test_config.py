@@ -229,6 +229,9 @@ def test_a_run_whose_file_names_no_other_keys_is_checked_once(tmp_path: Path, mo
     (tmp_path / "fingerprint.json").write_text("{}")
     load_config(tmp_path / "config.yaml")
     assert len(checked) == 1
+    (tmp_path / "config.yaml").write_text(RECIPE + "bygone: null\n")
+    load_config(tmp_path / "config.yaml")
+    assert len(checked) == 3, "once more without what is gone"
 
 
 def test_a_key_like_no_other_gets_the_valid_ones_listed(message: Message) -> None:
@@ -607,16 +610,8 @@ def test_a_rate_that_rises_or_follows_the_clock_is_warned_of() -> None:
     ("training", "highest", "works"),
     [
         # rates of step k are lr (k + 1) / W: after 5 of 20 steps a quarter
-        (
-            {"steps": 5, "warmup_steps": 20, "learning_rate": 1e-6},
-            "2.5e-07",
-            0,
-        ),
-        (
-            {"steps": 20, "warmup_steps": 20, "learning_rate": 1e-6},
-            "1e-06",
-            2,
-        ),
+        ({"steps": 5, "warmup_steps": 20, "learning_rate": 1e-6}, "2.5e-07", 0),
+        ({"steps": 20, "warmup_steps": 20, "learning_rate": 1e-6}, "1e-06", 2),
         ({"steps": 4, "warmup_steps": 8, "learning_rate": 1e-4, "final_learning_rate": 0.0}, "5e-05", 0),  # a bound
     ],
 )
@@ -864,10 +859,7 @@ def test_a_section_that_is_only_switched_on_is_understood(load: Load) -> None:
     assert on.filter_groups.enable and not load(RECIPE, "algorithm.filter_groups=false").algorithm.filter_groups.enable
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["rollout.shard", "deepspeed_config", "no.such", "model.depth"],
-)
+@pytest.mark.parametrize("key", ["rollout.shard", "deepspeed_config", "no.such", "model.depth"])
 def test_no_key_of_an_unrelated_section_is_suggested(key: str) -> None:
     assert "did you mean" not in nearest_key(key)
 

@@ -7,15 +7,7 @@ import json
 import pytest
 
 from dapo.config.stages import DPOData, RewardModelData, SFTData
-from dapo.data.examples import (
-    Example,
-    PolicyText,
-    conversation,
-    labelled,
-    open_examples,
-    ranked,
-    read_examples,
-)
+from dapo.data.examples import Example, PolicyText, conversation, labelled, open_examples, ranked, read_examples
 from dapo.data.rows import BadRow, PythonRows
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError

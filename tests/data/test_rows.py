@@ -64,9 +64,7 @@ def test_extra_fields_are_kept_and_may_be_absent(tmp_path):  # failures.md 69
 def test_chat_messages(tmp_path):
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     path = write(
-        tmp_path,
-        json.dumps({"prompt": messages, "answer": "1"}),
-        json.dumps({"prompt": messages[1:], "answer": "1"}),
+        tmp_path, json.dumps({"prompt": messages, "answer": "1"}), json.dumps({"prompt": messages[1:], "answer": "1"})
     )
     both, one = read(path)
     assert both.prompt == tuple(messages)

@@ -276,12 +276,10 @@ def test_what_is_wrong_with_an_environment_is_told_before_the_run(tmp_path, code
 def test_tools_are_hidden_without_a_chat_template_unless_the_prompt_names_them():
     config, tokenizer = settings(environment__name="python", data__template="plain"), chat_tokenizer()
     plain = PromptTemplate(config.data, tokenizer)
-    said = [
-        hidden_tools(config, plain, Prompt(0, "", tuple(tokenizer(text)["input_ids"]))) for text in ("2+2", "python: 2")
-    ]
-    assert "the tools of python: python;" in said[0] and said[1] == ""
+
+    def told(config, template, text):
+        return hidden_tools(config, template, Prompt(0, "", tuple(tokenizer(text)["input_ids"])))
+
+    assert "the tools of python: python;" in told(config, plain, "2+2") and told(config, plain, "python: 2") == ""
     chat = settings(environment__name="python")
-    assert (
-        hidden_tools(chat, PromptTemplate(chat.data, tokenizer), Prompt(0, "", tuple(tokenizer("2+2")["input_ids"])))
-        == ""
-    )
+    assert told(chat, PromptTemplate(chat.data, tokenizer), "2+2") == ""

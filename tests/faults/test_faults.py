@@ -34,9 +34,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [*CI, *(pytest.param(fault, marks=pytest.mark.nightly) for fault in OTHERS)],
-    ids=lambda fault: fault.name,
+    "fault", [*CI, *(pytest.param(fault, marks=pytest.mark.nightly) for fault in OTHERS)], ids=lambda fault: fault.name
 )
 def test_a_run_survives(fault: Fault, scene: Scene) -> None:
     verdict = try_fault(fault, scene)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dapo.algorithm.admission import GroupVerdict
+from dapo.errors import UserError
 from dapo.observe.samples import STATUSES, TokenArrays, read_samples, tokens_path, write_samples
 from dapo.records import Group, Prompt, Reward, Sample
 
@@ -124,6 +125,16 @@ def test_a_failure_half_way_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.read_bytes() == before
     names = ("step-00001.jsonl", "step-00001.safetensors", "step-00001.updates.json")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
+
+
+def test_a_file_with_nothing_but_half_a_line_is_named(tmp_path: Path) -> None:
+    path = write_samples(tmp_path, 1, [(make_group(0, make_sample(0), make_sample(1)), "kept")])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    assert len(read_samples(path)) == 1
+    path.write_bytes(whole[:40])
+    with pytest.raises(UserError, match=r"step-00001\.jsonl:1: not a line of samples"):
+        read_samples(path)
 
 
 def test_no_groups_make_an_empty_file(tmp_path: Path) -> None:

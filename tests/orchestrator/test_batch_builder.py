@@ -229,10 +229,7 @@ def test_tokens_masked_by_a_correction_leave_the_divisor() -> None:
 
 def test_truncated_importance_is_that_of_proximal_over_engine() -> None:
     found = prepare(
-        GROUPS,
-        algorithm__proximal="recompute",
-        algorithm__correction__kind="truncate",
-        algorithm__correction__cap=0.8,
+        GROUPS, algorithm__proximal="recompute", algorithm__correction__kind="truncate", algorithm__correction__cap=0.8
     )
     (_, inputs), _ = found.updates
     torch.testing.assert_close(inputs.importance, log_ratio(found).exp().clamp(max=0.8))

@@ -80,10 +80,7 @@ def test_items_are_looked_up_beside_the_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"data.train": [{"path": "a", "wieght": 2}]},
-            r"data.train.0: unknown key wieght; an item may have path",
-        ),
+        ({"data.train": [{"path": "a", "wieght": 2}]}, r"data.train.0: unknown key wieght; an item may have path"),
         ({"data.train": [{"path": "a", "weight": 0}]}, r"data.train.0.weight: .*greater than 0"),
         ({"data.train": ["a", {"path": "b", "weight": 1}]}, "some items have a weight, but a has none"),
         ({"data.train": [3]}, r"data.train.0: must be a file's name, or a mapping"),

@@ -245,8 +245,7 @@ def test_after_a_large_update_engine_and_trainer_agree_again_failures_36(tmp_pat
     """At learning rate 1e-2 the policy moves far, and in the next step both sides give the same tokens the same
     log-probability again. Every token carries the version of the weights that it was sampled under."""
     made = experiment(
-        tmp_path / "run",
-        {"training.steps": 3, "training.learning_rate": 1e-2, "model.compute_dtype": dtype},
+        tmp_path / "run", {"training.steps": 3, "training.learning_rate": 1e-2, "model.compute_dtype": dtype}
     )
     entries = steps_of(tmp_path / "run")
     noise = 1e-5 if dtype == "float32" else 0.02

@@ -99,11 +99,7 @@ def real_run(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int = 0, late: b
 
 def test_batches_are_made_and_measured_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, bool] = {}
-    for place in (
-        "batch_builder.BatchBuilder.build",
-        "batch_builder.BatchBuilder.finish",
-        "recorder.batch_mismatch",
-    ):
+    for place in ("batch_builder.BatchBuilder.build", "batch_builder.BatchBuilder.finish", "recorder.batch_mismatch"):
         owner, name = f"dapo.orchestrator.{place}".rsplit(".", 1)
         plain = getattr(pkgutil.resolve_name(owner), name)
 

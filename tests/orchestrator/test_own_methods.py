@@ -136,10 +136,7 @@ def test_preferences_between_two_samples_are_a_recipe(tmp_path: Path, file: Path
     [
         ({"algorithm.objective": "nowhere.py:f"}, "algorithm.objective nowhere.py:f: no such file"),
         ({"algorithm.objective": "dapo.records:Prompt"}, "algorithm.objective: dapo.records:Prompt: .*missing 3"),
-        (
-            {"algorithm.advantage.kind": "math:tua"},
-            "advantage.kind math:tua: math has no 'tua'; did you mean ta",
-        ),
+        ({"algorithm.advantage.kind": "math:tua"}, "advantage.kind math:tua: math has no 'tua'; did you mean ta"),
     ],
 )
 def test_what_cannot_be_loaded_is_said_first(tmp_path: Path, changes: dict[str, str], said: str) -> None:

@@ -21,11 +21,7 @@ from random_batches import random_batch
 from dapo.algorithm.kl import kl_estimate
 
 TOLERANCE = 1e-5
-CUTS = {
-    "whole": None,
-    "halves": [[0, 3, 5, 6], [1, 2, 4, 7]],
-    "single": [[i] for i in range(8)],
-}
+CUTS = {"whole": None, "halves": [[0, 3, 5, 6], [1, 2, 4, 7]], "single": [[i] for i in range(8)]}
 AGGREGATIONS: dict[str, dict[str, Any]] = {
     "dapo": {"aggregation": "token-mean"},
     "grpo": {"aggregation": "seq-mean-token-mean"},

@@ -203,6 +203,24 @@ def test_a_step_longer_than_the_minutes_is_done_once() -> None:
     assert estimated("H200", "training.minutes=0.01").steps(100.0) == 1
 
 
+def test_a_reward_model_is_in_the_memory_where_it_is_at_hand(tmp_path: Path) -> None:
+    published_shape("0.5B")[1].save_pretrained(tmp_path)
+    judge = f"reward={{kind: model, path: {tmp_path}, correct_above: 0}}"
+    alone, judged = estimated("H200"), estimated("H200", judge)
+    weights = judged.memory().reward_model
+    assert weights == pytest.approx(4 * 494_032_768, rel=1e-4) and judged.needed() >= alone.needed() + weights
+    gone = estimated("H200", judge.replace(str(tmp_path), "no/such"))
+    assert any("of the reward model no/such, which is not here" in text for text in gone.assumptions())
+
+
+def test_budgets_of_samples_and_tokens_end_a_run() -> None:
+    """A step has 128 prompts of 16 samples of 300 tokens: 2,048 samples, 614,400 tokens."""
+    ends = {"samples=22000": 10, "tokens=6500000": 10, "samples=22000 tokens=3300000": 5, "samples=1": 1}
+    for budgets, steps in (ends | {"samples=22000 steps=3": 3, "samples=22000 steps=0": 0}).items():
+        settings = ("training.steps=1000000", *(f"training.{budget}" for budget in budgets.split()))
+        assert estimated("H200", *settings, assumed=Assumed(300, 100, 1.0)).steps(10.0) == steps, budgets
+
+
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 COST = Decoding(step=1e-3, row=1e-6, token=1e-9, prompt_token=1e-6)

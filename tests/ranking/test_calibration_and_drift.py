@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from command_cases import write_rows as write
 from dapo.commands import app
 from dapo.errors import ConfigError, DataError, TakenError
 from dapo.ranking.calibrate import (
@@ -157,11 +158,6 @@ def run(*words: object) -> list[str]:
     done = CliRunner().invoke(app, list(map(str, words)))
     assert done.exit_code == 0, done.output
     return done.stdout.splitlines()
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_rank_and_filter_as_commands(recipe: Path, tmp_path: Path) -> None:

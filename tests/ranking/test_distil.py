@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from command_cases import write_rows as write
 from dapo.commands import app
 from dapo.stages.run import run_stage
 from ranking_cases import save_tiny
@@ -18,11 +19,6 @@ FIRST_DIGITS = """
 def early(response):  # low digits are good, and nothing else
     return -float(ord(response[0])) if response else -100.0
 """
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture

@@ -7,9 +7,11 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from functools import reduce
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dapo
+from dapo.data.examples import PolicyText
 from dapo.data.rows import BadRow, PythonRows
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.model.loading import load_model
 from dapo.ranking.measures import agreement, best_of, best_of_n, least_sure, summary
 from dapo.ranking.rows import Candidates, candidates, read_candidates
 from dapo.ranking.score import Scored, is_reward_model, load_ranker, score_rows
+from dapo.reward.model.text import PairText
 from ranking_cases import trained
 from stage_cases import ROWS
 
@@ -128,6 +132,22 @@ def test_letters_that_the_tokenizer_lacks_are_told_once(
     score_rows(load_ranker(ranker), [Candidates("1+2=", TEXTS)])
     score_rows(load_ranker("math"), [Candidates("1+2=", ("é",), answer="3")])
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("kind", ["reward_model", "policy"])
+def test_letters_are_looked_for_once_each_and_not_on_the_event_loop(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranker, threads = load_ranker(str(request.getfixturevalue(kind))), list[int]()
+
+    def watched(*arguments: Any) -> str:
+        threads.append(threading.get_ident())
+        return "123+="
+
+    for text in (PairText, PolicyText):
+        monkeypatch.setattr(text, "read_back", watched)
+    score_rows(ranker, [Candidates("1+2=", ("3", "33", "333", "1", "12"))])
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
 
 
 def test_a_composed_reward_tells_of_letters_that_its_models_lack(

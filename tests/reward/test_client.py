@@ -9,17 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from reward_servers import (
-    Answer,
-    ScriptedServer,
-    lengths,
-    line,
-    prompt,
-    response,
-    score_all,
-    serving,
-    values,
-)
+from reward_servers import Answer, ScriptedServer, lengths, line, prompt, response, score_all, serving, values
 
 from dapo.config import HttpReward, ServerReward, build_config
 from dapo.errors import ConfigError, RewardError

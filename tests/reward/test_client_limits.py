@@ -8,17 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from reward_servers import (
-    Answer,
-    ScriptedServer,
-    lengths,
-    line,
-    prompt,
-    response,
-    score_all,
-    serving,
-    values,
-)
+from reward_servers import Answer, ScriptedServer, lengths, line, prompt, response, score_all, serving, values
 
 from dapo.config import ExactReward, HttpReward, KServeReward, ServerReward
 from dapo.errors import RewardError

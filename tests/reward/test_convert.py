@@ -60,11 +60,7 @@ def test_refused_with_name_expected_and_got(result, message):
     assert "reward function mine.py:f: " in str(caught.value)
 
 
-LISTS = [
-    [0.0, True, {"value": 2}],
-    (0, np.bool_(True), np.float32(2)),
-    [torch.tensor(0.0), True, Reward(None, 2.0)],
-]
+LISTS = [[0.0, True, {"value": 2}], (0, np.bool_(True), np.float32(2)), [torch.tensor(0.0), True, Reward(None, 2.0)]]
 
 
 @pytest.mark.parametrize("results", LISTS, ids=[repr(results)[:40] for results in LISTS])

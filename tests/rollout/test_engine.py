@@ -22,14 +22,7 @@ from hypothesis import strategies as st
 from dapo.errors import ModelError
 from dapo.model.loading import check_supported, copy_model, load_model, stop_token_ids
 from dapo.records import Sample
-from dapo.rollout.engine import (
-    Draft,
-    EngineError,
-    Request,
-    Sampling,
-    hand_over,
-    some_elements,
-)
+from dapo.rollout.engine import Draft, EngineError, Request, Sampling, hand_over, some_elements
 from dapo.rollout.native import slots
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.native.slots import slot_decoder

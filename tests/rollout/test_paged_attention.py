@@ -231,8 +231,7 @@ def test_rows_know_nothing_of_each_other(by_kernel) -> None:
     for row in range(4):
         one = slice(row, row + 1)
         alone = replace(
-            rows,
-            **{name: getattr(rows, name)[one] for name in ("query", "key", "value", "table", "lengths")},
+            rows, **{name: getattr(rows, name)[one] for name in ("query", "key", "value", "table", "lengths")}
         )
         assert torch.equal(by_kernel(alone, 2)[0], together[one])
 
@@ -273,8 +272,7 @@ def test_a_pool_without_memory_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [({"dtype": torch.float16}, "float16"), ({"page_tokens": 24}, "24"), ({"head_dim": 20}, "20")],
+    ("change", "named"), [({"dtype": torch.float16}, "float16"), ({"page_tokens": 24}, "24"), ({"head_dim": 20}, "20")]
 )
 def test_a_shape_that_the_kernel_cannot_read_is_refused(change, named) -> None:
     sizes = {"layers": 1, "pages": 2, "kv_heads": 1, "page_tokens": 16, "head_dim": 64, "dtype": F32}

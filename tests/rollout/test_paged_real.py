@@ -72,12 +72,7 @@ def test_greedy_tokens_equal_generate_in_float32(model: Any, prompts: list[tuple
     padded = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device="cuda")
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device="cuda")
     out = model.generate(
-        padded,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        repetition_penalty=1.0,
-        pad_token_id=0,
+        padded, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=1.0, pad_token_id=0
     )
     ties = 0
     for i in range(PROMPTS):

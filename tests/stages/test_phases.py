@@ -131,12 +131,12 @@ def test_what_begins_with_a_dollar_elsewhere_stays(here):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["phases.rl.data.train=gone.jsonl"], r"phases\.rl: data\.train: 'gone\.jsonl' does not exist"),
-        (["phases.reward.data.chosen_key=best"], r"phases\.reward: .*dpo\.jsonl:1: no key 'best'"),
-        (["phases.rl.model.path=$reward"], r"phases\.rl: model\.path: .* will be a reward model"),
-        (["phases.rl.reward.path=$sft"], r"phases\.rl: reward\.path: .* will be a policy"),
-        (["phases.rl.reward.path=./gone"], r"phases\.rl: reward\.path: .*gone: no such folder"),
-        (["phases.reward.model.path=./gone"], r"phases\.reward: tokenizer .*gone: no such folder"),
+        (["phases.rl.data.train=gone.jsonl"], r"phase rl: data\.train: 'gone\.jsonl' does not exist"),
+        (["phases.reward.data.chosen_key=best"], r"phase reward: .*dpo\.jsonl:1: no key 'best'"),
+        (["phases.rl.model.path=$reward"], r"phase rl: model\.path: .* will be a reward model"),
+        (["phases.rl.reward.path=$sft"], r"phase rl: reward\.path: .* will be a policy"),
+        (["phases.rl.reward.path=./gone"], r"phase rl: reward\.path: .*gone: no such folder"),
+        (["phases.reward.model.path=./gone"], r"phase reward: tokenizer .*gone: no such folder"),
     ],
 )
 def test_what_a_later_phase_names_is_looked_at_before_the_first_one(here, changes, message):
@@ -161,7 +161,7 @@ def test_a_dry_run_checks_all_phases_and_writes_nothing(here):
         "phase rl: begins; dapo from runs/method/sft/model-after, 1 step, in runs/method/rl",
     ]
     done = plan("phases.rl.data.train=gone.jsonl")
-    assert done.exit_code == 2 and "phases.rl: data.train" in done.output and not done.stdout
+    assert done.exit_code == 2 and "phase rl: data.train" in done.output and not done.stdout
     invoke(*by_epoch)
     shutil.rmtree(here / "runs/method/rl")
     assert plan(*by_epoch).exit_code == 2  # it is there already

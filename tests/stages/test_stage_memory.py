@@ -12,10 +12,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dapo.checks import memory
 from dapo.checks.memory import predict_memory
 from dapo.commands import app
 from dapo.model.classifier import as_classifier
+from dapo.util import memory as system_memory
 from helpers import random_model
 from run_cases import TOKENIZER, tiny_model
 from stage_cases import ROWS, stage_config
@@ -31,27 +31,22 @@ SIZES: dict[str, Any] = {
     "runtime.deterministic": False,
     "run.save_every": 0,
 }
-MEASURED = '''
+MEASURED = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
+from dapo.util.memory import peak_memory
 from stage_cases import run
 from test_stage_memory import SIZES, SHAPE, random_model, rows
-
-
-def peak_memory():
-    """Of this program alone: what getrusage tells begins with that of the process that started it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 stage, folder = sys.argv[2], Path(sys.argv[3])
 run(stage, folder / "first", {"training.steps": 1})  # what is loaded when it is first used
 before = peak_memory()
 summary = run(stage, folder / "second", SIZES, model=random_model("qwen2", **SHAPE), rows=rows(stage))
 print(json.dumps({"bytes": peak_memory() - before, "updates": summary["updates"]}))
-'''
+"""
 
 
 def rows(stage: str) -> list[dict[str, str]]:
@@ -101,7 +96,7 @@ def findings(*words: str) -> dict[str, dict[str, str]]:
 
 
 def test_what_does_not_fit_is_said_with_what_takes_less(recipe, monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda: 10 * 2**20)
+    monkeypatch.setattr(system_memory, "free_memory", lambda: 10 * 2**20)
     found = findings(recipe, "data.max_length=1024")["memory"]
     assert found["status"] == "fail" and found["fix"].startswith("training.tokens_per_micro_batch=")
 
@@ -121,6 +116,9 @@ def test_a_stage_of_a_published_size_is_planned_on_one_gpu(recipe):
     assert {"weights", "gradients", "adam", "activations", "logits"} <= found["gpu_gib"].keys()
     assert not {"engine", "cache", "decoding", "reference"} & found["gpu_gib"].keys()
     assert found["step_seconds"]["reference"] < found["step_seconds"]["update"]
+    for budget in ("samples=330", f"tokens={330 * 3 * 512}"):  # 32 rows an update
+        budgeted = CliRunner().invoke(app, [*words, "training.steps=1000", f"training.{budget}"])
+        assert json.loads(budgeted.stdout)["steps"] == 10
     adapter = json.loads(CliRunner().invoke(app, [*words, "model.lora.rank=16"]).stdout)["gpu_gib"]
     assert adapter["adam"] < found["gpu_gib"]["adam"] / 10 and adapter["weights"] < found["gpu_gib"]["weights"]
     large = CliRunner().invoke(app, ["plan", recipe, "model.path=7B", "--cluster", "H100"])

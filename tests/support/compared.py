@@ -71,7 +71,7 @@ def stored_comparison(
     for name, seeds in curves.items():
         for seed, accuracies in seeds.items():
             cell = Cell(root, name, seed)
-            config = variants[name].phases(cell.folder, seed)[""]
+            config = variants[name].phases(cell.folder, seed)["dapo"]
             folder = RunFolder.create(config, ["dapo", "compare"])
             write_json(folder.fingerprint, {"model": {"parameters": 1000}})
             with MetricsLog(folder.metrics) as log:

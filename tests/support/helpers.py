@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -58,6 +60,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "attn_pdrop": 0.1,
     },
 }
+
+
+def most_allocated(work: Callable[[], Any]) -> int:
+    """Bytes of tensors on the CPU that ``work`` has at once, at most."""
+    from torch.profiler import ProfilerActivity, profile
+
+    work()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def random_model(name: str, seed: int = 0, **changes: Any) -> Any:

@@ -116,12 +116,7 @@ def test_a_rank_that_has_nothing_adds_nothing(pool, how, model):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"model": "llama"},
-        {"activation_checkpointing": True},
-        {"offload_optimizer": True},
-    ],
+    "change", [{"model": "llama"}, {"activation_checkpointing": True}, {"offload_optimizer": True}]
 )
 def test_options_of_the_trainer_do_as_in_one_process(pool, change):
     expected = train(Ranks(), "whole", UPDATES, **change)

@@ -47,13 +47,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KLEstimator) -> Tenso
 
 
 def sample_kl(
-    logprobs: Tensor,
-    reference: Tensor,
-    kind: KLEstimator,
-    *,
-    mask: Tensor,
-    sample_ids: Tensor,
-    num_samples: int,
+    logprobs: Tensor, reference: Tensor, kind: KLEstimator, *, mask: Tensor, sample_ids: Tensor, num_samples: int
 ) -> Tensor:
     """The KL of each sample, summed over its tokens: what KL in the reward subtracts (k1 there: KL(theta || ref)).
 

@@ -61,8 +61,8 @@ def compare(
     else:
         variants = named_variants(list(map(str, recipes)), changes)
     root, budget = Path(out), {"minutes": minutes, "samples": samples, "tokens": tokens}
-    judged = declare(root, variants, seeds, budget, allow, evaluation)
     with closing(listener or make_listener()) as listener:
+        judged = declare(root, variants, seeds, budget, allow, evaluation, listener.phase)
         run_cells(root, variants, seeds, judged, only, listener.phase)
         if judge is not None:
             judge_answers(root, judge, listener.phase)

@@ -16,17 +16,17 @@ casts          in bfloat16: 2 W for W trained parameters of the layers, which th
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those sampled ahead)
                sequences of at most T tokens (prompt and response), the former in any case with runtime.deterministic;
                on a GPU no more than rollout.cache_gib
-activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backward pass, w = 12 H min(T, 192) where
-               attention is written out (H heads, sequences of at most 192 tokens).
+activations    CPU: t L (40 h + b (4 m + k)) kept for the backward pass; in bfloat16, for T of at most 192, attention is
+               written out, with t L 6 H T more (H heads).
                GPU, compiled: t L (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b if the
                embedding is frozen, else 4)
                With training.activation_checkpointing the inputs of all layers, t L r h, and in place of L one layer
-at work        GPU: one layer more, in the backward pass
+at work        in the backward pass, on a GPU one layer more, on a CPU 2 t b m
 logits         in the output head, c rows at a time, at most t and as many as ``model.head.chunk_rows`` says (CPU 1,024,
                GPU 2^30 / V, at most 8,192): 3 x 4 V c, on a GPU in bfloat16 6 V c and, if it is trained, 6 V h
                for its copy and its gradient
 decoding       2 x 4 V s in a step of the rollout
-scores         in place of logits, of a reward model: 8 h t
+scores         in place of logits, where a reward model is trained: 8 h t
 =============  ====================================================================================================
 
 A stage has no engine, cache or decoding, and no reference either: that of DPO is computed before the first update and
@@ -36,8 +36,8 @@ Compared with measurements in test_doctor_memory.py and test_stage_memory.py; th
 a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns: while the trainer works
 the cache sleeps, and gradients are dropped with every update; the head is done with before the layers go backward. The
 larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case. vLLM takes all of cache_gib,
-once the learner has given back what it has freed. What is on another device (``rollout.device``) does not count,
-nor does a reward model (``reward.device``).
+once the learner has given back what it has freed. What is on another device (``rollout.device``, ``reward.device``)
+does not count. Of a reward model see reward_memory.py; it scores while the rollout goes on.
 
 Over N ranks (FSDP2) each GPU has 1/N of weights, gradients, moments and reference, its share of samples and tokens, and
 the whole engine. The casts are then what is whole at a time: of two layers (one at work, one on its way) b a number,
@@ -54,8 +54,8 @@ from typing import Any
 import torch
 
 from dapo.checks.context import CheckContext, Finding
+from dapo.checks.reward_memory import mlp_width, reward_memory, unknown_models
 from dapo.config import Config
-from dapo.config.composed_reward import plain_rewards
 from dapo.config.on_resume import may_change
 from dapo.config.reading import with_values
 from dapo.config.stages import SFTConfig, StageConfig
@@ -67,11 +67,11 @@ from dapo.model.head import chunk_rows
 from dapo.model.loading import cached_numbers, check_supported, key_value_heads, read_config
 from dapo.training.lora import shape_of
 from dapo.training.offload import GROUP_NUMBERS
-from dapo.util.memory import free_memory
+from dapo.util import memory as system_memory
 
 AnyConfig = Config | StageConfig
 GIB = 2**30
-_HOLES = 1.25  # measured: the C library keeps freed memory (``process.keep_freed_memory``), so more is held than used
+_HOLES = 1.25  # times what is in use, held: 1.1 to 1.5 was measured, as the C library keeps what is freed
 _TIGHT = 0.85  # share of the free memory from which on it may become tight
 _SHORT = 0.8
 """Of what was predicted, what is taken for free where that ran out: the prediction was too low, or others took some."""
@@ -90,8 +90,10 @@ class Memory:
     critic: int = 0
     cache: int = 0
     decoding: int = 0
+    reward_model: int = 0
+    scoring: int = 0
     at_work: int = 0
-    """What the layer that goes backward takes on a GPU beside what was kept."""
+    """What the layer that goes backward takes beside what was kept."""
     streamed: int = 0
     """Adam's moments on their way through a GPU, after the backward pass."""
     host: int = 0
@@ -101,16 +103,17 @@ class Memory:
 
     @property
     def lasting(self) -> int:
-        return self.weights + self.adam + self.engine + self.reference + self.critic + self.cache_that_stays
+        models = self.weights + self.engine + self.reference + self.critic + self.reward_model
+        return models + self.adam + self.cache_that_stays
 
     def total(self, on_gpu: bool) -> int:
         """At the worst moment. On a CPU with a share for the holes that freed tensors of other sizes leave."""
         if on_gpu:
             passes = self.casts + self.activations + max(self.logits, self.at_work)
             update = self.gradients + max(passes, self.streamed)
-            return self.lasting + max(update, self.cache + self.decoding)
+            return self.lasting + max(update, self.cache + self.decoding + self.scoring)
         parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
-        return int(_HOLES * (parts + max(self.logits, self.decoding)))
+        return int(_HOLES * (parts + max(self.logits, self.at_work, self.decoding + self.scoring)))
 
     def parts(self) -> dict[str, int]:
         """Those of the device's memory, by name."""
@@ -150,7 +153,7 @@ def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: i
         casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=_head(shape, tokens, on_gpu, width),
-        at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
+        at_work=int(tokens * (_layer(config, shape, True) if on_gpu else 2 * width * mlp_width(shape))),
         streamed=8 * min(held, max(GROUP_NUMBERS, largest)) if offloaded else 0,
         host=8 * held * offloaded,
     )
@@ -183,6 +186,7 @@ def _with_engine(memory: Memory, config: Config, shape: Any, on_gpu: bool, ranks
     apart = rollout.device not in (None, *(("cuda", "cuda:0") if on_gpu else ("cpu",)))
     algorithm, every = config.algorithm, sum(p.numel() for p in shape.parameters())
     vllm = 0 if apart or rollout.engine != "vllm" else width * every
+    reward_model, scoring = reward_memory(config, on_gpu)
     second = bool(config.ahead) and config.evaluation.while_sampling == "copy"
     return replace(
         memory,
@@ -191,6 +195,8 @@ def _with_engine(memory: Memory, config: Config, shape: Any, on_gpu: bool, ranks
         critic=16 * every if algorithm.kind == "ppo" and not algorithm.critic.share_backbone else 0,
         cache=0 if apart or stays else cache,
         decoding=0 if apart else 8 * text.vocab_size * rows,
+        reward_model=reward_model,
+        scoring=scoring,
         host=memory.host + vllm * (on_gpu and not config.cache_stays),
         cache_that_stays=cache if stays and not apart else 0,
     )
@@ -242,13 +248,12 @@ def _kept(config: AnyConfig, shape: Any, on_gpu: bool) -> float:
 
 def _layer(config: AnyConfig, shape: Any, on_gpu: bool) -> float:
     text, width = shape.config.get_text_config(), _width(config)
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
+    hidden, heads, mlp = text.hidden_size, text.num_attention_heads, mlp_width(shape)
     if on_gpu:
         numbers = 2 * hidden + 2 * heads * key_value_heads(text)[1] + cached_numbers(text) + 3 * mlp
         return float(width * numbers + 2 * _residual(config, shape) * hidden + 4 * heads)
-    written_out = 12 * heads * _longest(config) if _longest(config) <= WRITTEN_OUT_TOKENS else 0
-    return float(width * (10 * hidden + 5 * mlp + 3 * cached_numbers(text)) + written_out)
+    written_out = 6 * heads * _longest(config) * (width == 2 and _longest(config) <= WRITTEN_OUT_TOKENS)
+    return float(40 * hidden + width * (4 * mlp + cached_numbers(text)) + written_out)
 
 
 def _residual(config: AnyConfig, shape: Any) -> int:
@@ -278,15 +283,8 @@ def predicted_from(config: AnyConfig) -> str:
 
 def _supposed(config: AnyConfig, on_gpu: bool) -> str:
     """What a prediction is of. It is no upper bound: what was measured lies within a factor of it, on either side."""
-    more = ", and without the reward model (reward.device=cpu keeps it off the GPU)" * _shared(config, on_gpu)
+    more = "".join(f", without the reward model {path}, which is not here" for path in unknown_models(config, on_gpu))
     return f"with texts of full length, without the libraries' own 0.5 GiB{more}"
-
-
-def _shared(config: AnyConfig, on_gpu: bool) -> bool:
-    """Whether a reward model may be on the GPU too."""
-    if not on_gpu or isinstance(config, StageConfig) or config.runtime.kind == "ray":
-        return False
-    return any(getattr(one, "device", "cpu") != "cpu" for one in plain_rewards(config.reward))
 
 
 def gib(size: float) -> str:
@@ -309,9 +307,9 @@ def check_memory(context: CheckContext) -> Iterator[Finding]:
     if elsewhere:
         yield Finding("machine", "memory", "skip", f"{text}; there is no GPU here to compare it with")
         return
-    free = torch.cuda.mem_get_info()[0] if on_gpu else free_memory()
+    free = torch.cuda.mem_get_info()[0] if on_gpu else system_memory.free_memory()
     if free is not None and context.model is not None:
-        free += memory.weights  # they are loaded already
+        free += memory.weights + memory.reward_model  # they are loaded already
     where = "GPU memory" if on_gpu else "RAM"
     context.fits = True if free is None or needed <= free else None
     if free is None:
@@ -334,7 +332,6 @@ def shortage_explained(config: AnyConfig, model: Any) -> Iterator[None]:
             raise
         on_gpu = next(model.parameters()).is_cuda
         less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
-        less = f"reward.device=cpu, {less}" if _shared(config, on_gpu) else less
         named, deterministic = re.findall(r"([\w.]+)=", less), config.runtime.deterministic
         stage = isinstance(config, StageConfig)  # which may change none of them
         fixed = [key for key in named if stage or not may_change(key, deterministic, inside=True)]
@@ -386,4 +383,6 @@ def _cheaper(config: AnyConfig, on_gpu: bool) -> Iterator[tuple[str, Any]]:
         yield "training.activation_checkpointing", True
     if on_gpu and not training.offload_optimizer:
         yield "training.offload_optimizer", True
+    if on_gpu and isinstance(config, Config) and config.reward.kind == "model":
+        yield "reward.device", "cpu"
     yield from [] if on_gpu else narrow

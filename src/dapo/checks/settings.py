@@ -7,9 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dapo.checks import memory
 from dapo.checks.context import CheckContext, Finding
-from dapo.checks.memory import GIB, checkpoint_bytes, gib, trained_of
+from dapo.checks.memory import GIB, checkpoint_bytes, gib, predict_memory, trained_of
 from dapo.checks.start import check_own_parts
 from dapo.config import CodeReward, Config, ExactReward, warnings_for
 from dapo.config.composed_reward import plain_rewards
@@ -21,6 +20,7 @@ from dapo.model.placement import device_of, engine_device, take_turns
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.trackers import check_trackers
 from dapo.rollout.engine import in_flight_policy
+from dapo.util import memory as system_memory
 from dapo.util.terminal import counted
 
 BYTES_PER_TOKEN = 22  # of text 4, of token id, version, log-probs and entropy 18; the rest of a sample's line is small
@@ -222,13 +222,13 @@ def check_snapshot(context: CheckContext) -> Iterator[Finding]:
         return
     on_gpu = context.need(context.device, "device").type == "cuda"
     snapshot = checkpoint_bytes(trained_of(shape))
-    run, free = memory.predict_memory(config, shape, on_gpu), memory.free_memory()  # type: ignore[attr-defined]  # tests change it there
+    run, free = predict_memory(config, shape, on_gpu), system_memory.free_memory()
     needed = snapshot + run.host
     if not on_gpu:
         context.need(context.fits, "memory")
         needed += run.total(on_gpu=False)
         if free is not None and context.model is not None:
-            free += run.weights  # they are loaded already
+            free += run.weights + run.reward_model  # they are loaded already
     text = f"a checkpoint takes {gib(snapshot)} of RAM while it is written"
     text += "" if needed == snapshot else f", {gib(needed)} with what the run itself holds there"
     if free is None:

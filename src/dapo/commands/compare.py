@@ -10,7 +10,7 @@ import typer
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import Debug, Quiet, is_setting
-from dapo.commands.shared.output import print_lines, terminal_width
+from dapo.commands.shared.output import columns, print_lines, terminal_width
 from dapo.errors import ConfigError
 
 
@@ -58,7 +58,6 @@ def compare(
 def _compare(words: list[str], out: Path, options: dict[str, Any], quiet: bool) -> bool:
     """Run, or read, and print the table. Whether a cell failed."""
     from dapo.api.compare import compare as compare_recipes
-    from dapo.commands.inspect.tables import columns
     from dapo.commands.train import stopped_by_signals
     from dapo.comparison.folder import is_comparison
     from dapo.comparison.pages import WIN_HEADER, win_lines, write_pages, write_tables

@@ -13,18 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import (
-    Debug,
-    DrainSeconds,
-    Host,
-    JsonFile,
-    Port,
-    Quiet,
-    Redact,
-    TokenEnv,
-    is_setting,
-)
-from dapo.commands.shared.output import print_lines, require_writable, say, status_line, write_results
+from dapo.commands.shared.options import Debug, DrainSeconds, Host, JsonFile, Port, Quiet, Redact, TokenEnv, is_setting
+from dapo.commands.shared.output import columns, print_lines, require_writable, say, status_line, write_results
 from dapo.errors import ConfigError, extra
 from dapo.util.terminal import counted, visible
 
@@ -35,7 +25,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Check and clean data files; take prompts and feedback over HTTP.")
 _BAR = 40
-_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
 
 
 @app.command(epilog=EXIT_CODES)
@@ -52,15 +41,13 @@ def check(
     ] = None,
     recipe: Annotated[
         Path | None,
-        typer.Option(
-            help="Keys, template, tokenizer and reward of this recipe; its own files if none are named.",
-        ),
+        typer.Option(help="Keys, template, tokenizer and reward of this recipe; its own files if none are named."),
     ] = None,
     output: JsonFile = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 2 for overlap and conflicting answers, too.")
     ] = False,
-    quiet: _Quiet = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Read every row of FILES: bad rows, missing answers, duplicates, lengths, overlap with evaluation files.
@@ -107,7 +94,7 @@ def clean(
         bool, typer.Option("--fractions", help="Where the answer is a fraction m/n, ask for m + n, as the paper does.")
     ] = False,
     output: JsonFile = None,
-    quiet: _Quiet = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Write the rows of FILES to OUT, but for those that are bad, repeated, contradictory or overlap with --eval.
@@ -138,7 +125,7 @@ def clean(
             rows, report = clean_data(items, held, config.data, same, fractions=fractions, progress=told)
         write_rows(out, rows, config.data.prompt_key, config.data.answer_key)
         table = [[KINDS[kind], f"{count:,}"] for kind, count in report.counts.items() if count]
-        print_lines([*_columns(["what was done", "rows"], table), ""] if table else [])
+        print_lines([*columns(["what was done", "rows"], table), ""] if table else [])
         print_lines([f"{report.written:,} of {report.read:,} rows are in {target}"])
         if output is not None:
             write_results(output, asdict(report))
@@ -267,19 +254,13 @@ def report_lines(found: CheckReport, config: Config, doubts: Sequence[str] = ())
     if found.between:
         rows = [[short(p.file), short(p.other), f"{p.exact:,}", f"{p.conflicts:,}"] for p in found.between]
         title = "Equal prompts in two files to train on (rows of the first one)"
-        yield from _block(title, _columns(["file", "also in", "rows", "with another answer"], rows))
+        yield from _block(title, columns(["file", "also in", "rows", "with another answer"], rows))
     if found.conflicts:
         yield from _block("One prompt, two answers, such as", found.conflicts)
     if found.train and found.evaluation:
         yield from _overlap(found, short)
     yield from (f"warning: {line}" for line in doubts)
     yield _verdict(found)
-
-
-def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    from dapo.commands.inspect.tables import columns  # which loads numpy
-
-    return columns(header, rows)
 
 
 def _block(title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -308,7 +289,7 @@ def _table(reports: Sequence[FileReport], short: Callable[[str], str]) -> Iterab
         ]
         for report in reports
     ]
-    return _columns(header, rows)
+    return columns(header, rows)
 
 
 def _histogram(title: str, reports: Sequence[FileReport], limit: int) -> Iterator[str]:
@@ -336,7 +317,7 @@ def _overlap(found: CheckReport, short: Callable[[str], str]) -> Iterator[str]:
     title = "Overlap with files to evaluate on: rows to train on that hold the same prompt, or 13 words in a row of one"
     rows = [[short(pair.file), short(pair.other), f"{pair.exact:,}", f"{pair.near:,}"] for pair in found.overlap]
     examples = [example for pair in found.overlap for example in pair.examples[:2]]
-    yield from _block(title, [*_columns(["file", "evaluation file", "same", "13 words"], rows), *examples])
+    yield from _block(title, [*columns(["file", "evaluation file", "same", "13 words"], rows), *examples])
 
 
 def _verdict(found: CheckReport) -> str:

@@ -65,7 +65,7 @@ def phases(
 
         root, found = load_phases(recipe, overrides or ())
         if dry_run:
-            for name, (config, state) in check_phases(root, found, resume).items():
+            for name, (config, state) in check_phases(found, resume).items():
                 kind, steps = getattr(config, "stage", "dapo"), counted(config.training.steps, "step")
                 print(f"phase {name}: {state}; {kind} from {config.model.path}, {steps}, in {root / name}")
             return

@@ -9,7 +9,7 @@ import typer
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import Debug
-from dapo.commands.shared.output import print_lines
+from dapo.commands.shared.output import columns, print_lines
 from dapo.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ def votes(
     The interval is of 95%, over the votes that found one answer better than the other.
     """
     with errors_for_people(debug):
-        from dapo.commands.inspect.tables import columns
         from dapo.evaluation.votes import live_pairs, preference_pairs, read_votes, tallies, write_pairs
         from dapo.observe.run_view import RunView
 

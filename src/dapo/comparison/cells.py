@@ -61,20 +61,16 @@ def run_cells(
         raise ConfigError(f"--only {unknown[0]}: there is no such cell; there are: {known}")
     if judged.rollout.engine not in ("native", "vllm"):  # a server has a model of its own
         judged = with_values(judged, {"rollout.engine": "native"})
-    without_locks = False
     for number, cell in enumerate(cells, start=1):
         if only and not {cell.name, cell.recipe} & set(only):
             continue
         name = f"{cell.name} ({number} of {len(cells)})"
         with (root / f".{cell.name}.lock").open("w") as lock:
             try:
-                missing = lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 tell(f"{name}: another process is at it")
                 continue
-            if missing is not None and not without_locks:
-                without_locks = True
-                tell(f"{root}: its file system has no locks ({missing.strerror}): let no other process work on it")
             if "rows" in cell.result:
                 tell(f"{name}: done before")
                 continue
@@ -142,28 +138,30 @@ def run(job: Job, listener: PlainListener) -> None:
     cell, phases, judged = job
     with Shutdown() as shutdown:
         _train(cell, phases, listener, shutdown)
-    model = find_model(str(cell.folder / list(phases)[-1])).path
+    folders = [Path(config.run.dir) for config in phases.values()]
+    model = find_model(str(folders[-1])).path
     with Shutdown():
         results, _ = evaluate_files(with_values(judged, {"model.path": model}), listener, lambda config, found: None)
     with writing(cell.root):
         write_atomic(cell.file("answers.jsonl"), map(json_line, _answers(results)))
         write_json(cell.file("json"), _result(results))
-    for name in phases:
-        shutil.rmtree(cell.folder / name / "checkpoints", ignore_errors=True)  # many times the size of the weights
+    for folder in folders:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # many times the size of the weights
 
 
 def _train(cell: Cell, phases: Phases, listener: PlainListener, shutdown: Shutdown) -> None:
     """Phases before the last one run as they say, and count; the last one has what is left of the budget."""
-    for folder in (cell.folder / name for name in phases):
+    *before, last = phases
+    folders = {name: Path(config.run.dir) for name, config in phases.items()}
+    for folder in folders.values():
         if folder.is_dir() and not is_run(folder):
             shutil.rmtree(folder)  # killed before it was one
-    *before, last = phases
     key, amount = Comparison.read(cell.root).budget
     # the last checkpoint of a phase would be dropped at once: with its model written, nobody goes on from it
     train = partial(run_phases, cell.folder, listener=listener, resume=True, shutdown=shutdown, last_checkpoint=False)
     if before:
         train({name: phases[name] for name in before})
-    used = spent([RunView.read(cell.folder / name) for name in before])[key]
+    used = spent([RunView.read(folders[name]) for name in before])[key]
     if used >= amount:
         raise UserError(f"the phases before {last} used {used:g} {key} of {amount:g}: nothing is left for {last}")
     train(phases | {last: limited(phases[last], key, amount - used)})

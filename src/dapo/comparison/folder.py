@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from dapo.comparison.recipes import BUDGETS, Phases, Variant, by_key, kind_of, measured, needs, require_alike, run_of
+from dapo.comparison.recipes import BUDGETS, Phases, Variant, by_key, measured, needs, require_alike, run_of
 from dapo.config import Config, flat, load_config
 from dapo.config.plan import require_files
 from dapo.config.secrets import redact
@@ -109,9 +109,11 @@ def declare(
     budget: Mapping[str, float | None],
     allowed: Sequence[str] = (),
     evaluation: str | None = None,
+    tell: Callable[[str], object] = lambda text: None,
 ) -> Config:
     """Look at everything and write comparison.json; a comparison that is there may get more recipes and seeds. Returns
-    the recipe that measures all models: ``evaluation``, or the first one with held-out rows.
+    the recipe that measures all models: ``evaluation``, or the first one with held-out rows. ``tell``: hears that the
+    file system has no locks, without which it goes on.
     Raises UserError: something in a recipe is wrong, they cannot be compared, or another comparison is there."""
     given = {key: amount for key, amount in budget.items() if amount is not None}
     if len(given) != 1 or not 0 < min(given.values()) < inf:
@@ -139,23 +141,26 @@ def declare(
         "budget": given,
         "measured": redact(measured(judged)),
         "seeds": list(seeds),
-        "recipes": {name: _told(variants[name].recipe, of, judged) for name, of in phases.items()},
+        "recipes": {name: _told(name, variants[name].recipe, of, judged) for name, of in phases.items()},
     }
     held = root.is_dir() and any(path.name[0] != "." for path in root.iterdir())  # another's half file
     if root.is_file() or (held and not is_comparison(root)):
         raise ConfigError(f"--out {root}: exists and is no comparison; give another folder")
     with writing(root), ExitStack() as stack:
         root.mkdir(parents=True, exist_ok=True)
-        lock_file(stack.enter_context((root / ".lock").open("w")), fcntl.LOCK_EX)  # others may be adding their recipes
+        lock = stack.enter_context((root / ".lock").open("w"))
+        if missing := lock_file(lock, fcntl.LOCK_EX):  # others may be adding their recipes
+            tell(f"{root}: its file system has no locks ({missing.strerror}): let no other process work on it")
         write_json(root / DECLARED, _joined(Comparison.read(root), now) if is_comparison(root) else now)
     return judged
 
 
-def _told(recipe: str, phases: Phases, judged: Config) -> dict[str, Any]:
+def _told(name: str, recipe: str, phases: Phases, judged: Config) -> dict[str, Any]:
     run = run_of(phases)
-    settings = {n or kind_of(c): redact(c.model_dump(mode="json", exclude={"run", "seed"})) for n, c in phases.items()}
+    settings = {name: redact(c.model_dump(mode="json", exclude={"run", "seed"})) for name, c in phases.items()}
+    folders = [str(Path(config.run.dir).relative_to(name)) for config in phases.values()]
     curve = run is not None and run is list(phases.values())[-1] and measured(run) == measured(judged)
-    return {"recipe": recipe, "phases": list(phases), "needs": needs(phases), "curve": curve, "settings": settings}
+    return {"recipe": recipe, "phases": folders, "needs": needs(phases), "curve": curve, "settings": settings}
 
 
 def _joined(old: Comparison, now: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ BUDGETS = ("minutes", "samples", "tokens")
 _HOW_OFTEN = ("every", "patience", "min_improvement", "while_sampling")
 """Keys of ``evaluation`` that say nothing of what is measured."""
 Phases = dict[str, Any]
-"""Configs of runs and stages by name, in their order; of a recipe without phases one with the name ``""``."""
+"""Configs of runs and stages by name, in their order; each in the folder ``run.dir``. A recipe without phases is one,
+named by its kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,8 @@ class Variant:
             found |= load_phases(self.recipe, [*self.changes, f"dir={place}"])[1]
         else:
             changes = [*self.changes, f"run.dir={place}"]
-            found[""] = (
-                load_stage(stage, self.recipe, changes) if stage in STAGES else load_config(self.recipe, changes)
-            )
+            only = load_stage(stage, self.recipe, changes) if stage in STAGES else load_config(self.recipe, changes)
+            found[kind_of(only)] = only
         for config in found.values():
             require_secrets(config.model_dump(mode="json"), self.recipe, "as section.key=value")
             require_files(config, existing_recipe(self.recipe))

@@ -10,8 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dapo.config.tree import Config
-
 
 def _keys(section: str, names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names.split())
@@ -104,24 +102,21 @@ def is_one_of(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def without_gone(tree: Mapping[str, Any], file: Path, where: Mapping[str, str]) -> Mapping[str, Any]:
+def without_gone(tree: Mapping[str, Any], faults: ValidationError, file: Path, where: Mapping[str, str]) -> Any:
     """What ``file`` holds. That of a run names every key of its version: without those that are gone since and held
     nothing, unless an override names them (``where``: for dotted keys, the place they come from)."""
     if file.name != "config.yaml" or not (file.parent / "fingerprint.json").is_file():
         return tree
-    try:
-        Config.model_validate(tree)
-    except ValidationError as error:
-        tree = copy.deepcopy(tree)
-        gone: Iterator[Any] = (item["loc"] for item in error.errors() if item["type"] == "extra_forbidden")
-        for loc in gone:
-            section: Any = tree
-            keys = [str(loc[-1])]
-            for part in loc[:-1]:  # of a union its kind is named, too
-                if isinstance(section, list) or part in section:
-                    section = section[part]
-                    keys.insert(-1, str(part))
-            named = where.get(".".join(keys), "").startswith("override ")
-            if not named and loc[-1] in section and section[loc[-1]] is None:
-                del section[loc[-1]]
+    tree = copy.deepcopy(tree)
+    gone: Iterator[Any] = (item["loc"] for item in faults.errors() if item["type"] == "extra_forbidden")
+    for loc in gone:
+        section: Any = tree
+        keys = [str(loc[-1])]
+        for part in loc[:-1]:  # of a union its kind is named, too
+            if isinstance(section, list) or part in section:
+                section = section[part]
+                keys.insert(-1, str(part))
+        named = where.get(".".join(keys), "").startswith("override ")
+        if not named and loc[-1] in section and section[loc[-1]] is None:
+            del section[loc[-1]]
     return tree

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from dapo.config.composed_reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.data import DataItem
@@ -123,19 +123,15 @@ def merged(tree: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_config(
-    tree: Mapping[str, Any],
-    source: str = "config",
-    where: Mapping[str, str] | None = None,
-    file: Path | None = None,
+    tree: Mapping[str, Any], source: str = "config", where: Mapping[str, str] | None = None, file: Path | None = None
 ) -> Config:
     """Check a nested mapping and turn it into a :class:`Config`, as :func:`build_tree` does. ``file``: that it was read
     from; of a run, keys that are gone since may be there where they hold nothing."""
     try:
-        return build_tree(Config, tree, source, where)
-    except ConfigError:
-        if file is None or (left := without_gone(tree, file, where or {})) == tree:
-            raise
-        return build_tree(Config, left, source, where)
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        left = tree if file is None else without_gone(tree, error, file, where or {})
+    return build_tree(Config, left, source, where)
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import Any
 
 from dapo.config import DataConfig
 from dapo.config.data import NO_VARIABLES
-from dapo.data.rows import Messages
+from dapo.data.rows import BadRow, Messages
 from dapo.errors import ConfigError, DataError, shortened
 from dapo.records import Prompt
 
@@ -359,8 +359,24 @@ class PromptTemplate:
 def lost_letters(text: str, seen: str) -> list[str]:
     """Letters of a text that are not in what is ``seen`` of it, its tokens decoded; case and compatible forms apart."""
     said = re.sub(r"^(system|user|assistant): ", "", text, flags=re.MULTILINE)
-    there, here = (set(unicodedata.normalize("NFKC", text).casefold()) for text in (said, seen))
-    return sorted(letter for letter in there - here if letter.isprintable() and not letter.isspace())[:20]
+    lost = letters(said) - letters(seen)
+    return sorted(letter for letter in lost if letter.isprintable() and not letter.isspace())[:20]
+
+
+def letters(text: str) -> set[str]:
+    """Those of a text, whatever their case, compatible forms as one."""
+    return set(unicodedata.normalize("NFKC", text).casefold())
+
+
+def letters_lost_in(texts: Iterable[tuple[str, str]], read_back: Callable[[str, str], str]) -> set[str]:
+    """Of prompts with responses, of which ``read_back`` says what is left in tokens. Each letter is tried once."""
+    tried, lost = set[str](), set[str]()
+    for prompt, response in texts:
+        with suppress(BadRow):  # the prompt is refused, which its score says
+            if not tried.issuperset(text := f"{prompt}\n{response}"):
+                lost.update(lost_letters(text, read_back(prompt, response)))
+                tried.update(text)
+    return lost
 
 
 def _with_date(template: str, today: date) -> str:

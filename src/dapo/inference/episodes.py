@@ -8,11 +8,11 @@ from typing import Any
 
 from dapo.config import Config
 from dapo.data.rows import Messages
-from dapo.environments.player import SHOW_TOOLS, check_environment, hidden_tools, player_for
+from dapo.environments.player import check_environment, player_for
 from dapo.errors import RewardError
 from dapo.evaluation.evaluate import play_episodes
 from dapo.inference.generate import prompts_for
-from dapo.inference.model import load_engine, load_prompting
+from dapo.inference.model import doubts, load_engine, load_prompting
 from dapo.observe.progress import Listener
 from dapo.observe.samples import lines_of_group
 from dapo.records import Group, Reward, Sample
@@ -34,8 +34,8 @@ def generate_episodes(
     assert player is not None  # an environment is named
     prompts = prompts_for(prompting, texts)
     everything = [prompt for several in prompts.values() for prompt in several]
-    if hidden := hidden_tools(prompting.config, prompting.template, everything[0]):
-        listener.warning(f"{hidden}; {SHOW_TOOLS}")
+    for said in doubts(prompting, prompts):
+        listener.warning(said)
     listener.phase("loading the model")
     engine = load_engine(prompting, prompts, len(everything) * config.evaluation.samples_per_prompt, listener)
     died = list[str]()

@@ -23,7 +23,7 @@ from dapo.config.user_parts import own_metrics
 from dapo.data.parts import open_table
 from dapo.data.rows import BadRow, Keys, listed
 from dapo.data.source import read_prompts
-from dapo.environments.player import SHOW_TOOLS, hidden_tools, player_for, scores_itself
+from dapo.environments.player import player_for, scores_itself
 from dapo.errors import DataError
 from dapo.evaluation.benchmarks import Published
 from dapo.evaluation.evaluate import evaluate
@@ -135,8 +135,7 @@ def _tell(
     answer = "" if first.answer is None else f", whose answer is {first.answer[:60]!r}"
     listener.phase(f"a prompt as the model sees it: {prompting.template.show(first)}{answer}")
     eaten = eaten_in(prompting.config.model_dump(mode="json"))
-    hidden = hidden_tools(prompting.config, prompting.template, first)
-    for said in (*eaten, *doubts(prompting, prompts), *([f"{hidden}; {SHOW_TOOLS}"] if hidden else ())):
+    for said in (*eaten, *doubts(prompting, prompts)):
         listener.warning(said)
     for item in prompting.config.evaluation.data if inputs.reward is None else ():
         for doubt in doubts_about(prompting.config, item, prompts[label_of(item)]):

@@ -79,7 +79,7 @@ def read_segments(folder: Path) -> list[Segment]:
             Segment(**one | {"steps": {int(s): t for s, t in one["steps"].items()}, "hidden": tuple(one["hidden"])})
             for one in found["segments"]
         ]
-        return [s for s in segments if (stamp := _stamp_of(folder / s.file)) and stamp[0] == s.bytes]
+        return [s for s in segments if (stamp := stamp_of(folder / s.file)) and stamp[0] == s.bytes]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
@@ -115,7 +115,7 @@ class SampleIndex:
     def connection(self) -> duckdb.DuckDBPyConnection:
         """For one thread, with the view ``samples`` as the index is now. Raises UserError if DuckDB is missing."""
         with self._lock:
-            newest = (self.folder, _stamp_of(self.folder / "manifest.json"))
+            newest = (self.folder, stamp_of(self.folder / "manifest.json"))
             if newest != self._shown:
                 select = _select(self.folder, read_segments(self.folder))
                 self._db.execute(f"CREATE OR REPLACE VIEW samples AS {select}")
@@ -290,7 +290,7 @@ def _quoted(path: Path | str) -> str:
     return "'" + str(path).replace("'", "''") + "'"
 
 
-def _stamp_of(path: Path) -> Stamp | None:
+def stamp_of(path: Path) -> Stamp | None:
     try:
         status = path.stat()
     except OSError:
@@ -300,5 +300,5 @@ def _stamp_of(path: Path) -> Stamp | None:
 
 def _stamps(samples: Path) -> dict[int, Stamp]:
     """The steps that have a file, each with what tells whether it is still the same."""
-    found = {step: _stamp_of(samples_path(samples, step)) for step in steps_with_samples(samples)}
+    found = {step: stamp_of(samples_path(samples, step)) for step in steps_with_samples(samples)}
     return {step: stamp for step, stamp in found.items() if stamp is not None}

@@ -200,7 +200,7 @@ def _joined(parts: Sequence[Any], dtype: Any) -> Any:
 
 def sample_lines(path: Path, errors: str = "replace") -> Iterator[tuple[int, int, dict[str, Any]]]:
     """The samples of one file, each with the place and size of its line in bytes; a last line that was cut off is left
-    out. ``errors``: of decoding. Raises UserError if another is not a sample."""
+    out. ``errors``: of decoding. Raises UserError: another is not a sample, or there is no other."""
     offset = 0
     try:
         for number, line in enumerate(lines_of(path), start=1):  # a step may have a gigabyte of text
@@ -209,7 +209,7 @@ def sample_lines(path: Path, errors: str = "replace") -> Iterator[tuple[int, int
                 found = dict(parse_json(text.decode(errors=errors))) if text else None
             except (ValueError, TypeError):
                 found = None
-                if text != line:
+                if text != line or number == 1:
                     raise UserError(f"{path}:{number}: not a line of samples") from None
             if found is not None:
                 yield offset, len(text), found

@@ -11,14 +11,7 @@ import torch
 
 from dapo.algorithm.advantage import advantages
 from dapo.checks.checklist import brief
-from dapo.checks.start import (
-    check_lengths,
-    check_own_parts,
-    check_vocabulary,
-    longest_sequence,
-    try_check,
-    try_reward,
-)
+from dapo.checks.start import check_lengths, check_own_parts, check_vocabulary, longest_sequence, try_check, try_reward
 from dapo.config import Config, warnings_for
 from dapo.config.composed_reward import off_gpu
 from dapo.data.source import PromptSource
@@ -31,13 +24,7 @@ from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.trackers import check_trackers
 from dapo.orchestrator.batch_builder import own_advantage
-from dapo.orchestrator.inputs import (
-    RunOverrides,
-    described_model,
-    heldout_prompts,
-    openai_engine,
-    training_prompts,
-)
+from dapo.orchestrator.inputs import RunOverrides, described_model, heldout_prompts, openai_engine, training_prompts
 from dapo.orchestrator.resume import on_day, on_its_day
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer

@@ -37,7 +37,7 @@ async def train(
     """Every rollout step until the plan is finished; the first one goes on where ``state`` stands inside of it."""
     async with collector.running():
         while not plan.finished(state):
-            learner.begin_step(state.steps_done, plan.spent(state))
+            learner.begin_step(state.steps_done, state.budget.spent)
             if state.step is None:
                 with state.doing("rollout", "the rollout"):
                     rollout = await collector.take(state.steps_done, plan.groups, learner.version)

@@ -98,10 +98,6 @@ class Plan:
         """Whether no further step is to begin, and none is to be finished."""
         return state.step is None and (state.budget.used_up or self.early_stopping.converged)
 
-    def spent(self, state: RunState) -> float:
-        """The share of the run that is over, from 0 to 1."""
-        return state.budget.spent
-
     def reason(self, state: RunState) -> str:
         """Why training stops, for people."""
         return self.early_stopping.reason() if self.early_stopping.converged else state.budget.reason()

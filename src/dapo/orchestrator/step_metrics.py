@@ -106,10 +106,7 @@ def _rewards(samples: Sequence[Sample]) -> dict[str, float]:
     if not scored:
         return {}
     verdicts = [s.verdict for s in scored]
-    found = {
-        "reward/mean": fmean(v.value for v in verdicts),
-        "reward/std": pstdev(v.value for v in verdicts),
-    }
+    found = {"reward/mean": fmean(v.value for v in verdicts), "reward/std": pstdev(v.value for v in verdicts)}
     judged = [v.correct for v in verdicts if v.correct is not None]
     if judged:
         found["accuracy"] = fmean(judged)

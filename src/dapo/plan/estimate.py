@@ -22,6 +22,7 @@ from dapo.checks.memory import (
     settings_line,
     trained_of,
 )
+from dapo.checks.reward_memory import unknown_models
 from dapo.checks.settings import BYTES_PER_TOKEN, checkpoints_kept
 from dapo.config import Config
 from dapo.config.placement import bundles
@@ -165,7 +166,7 @@ class Estimate:
         if apart(config):
             config = with_values(config, {"rollout.device": "cuda:1"})  # of a GPU that trains
         memory = predict_memory(config, self.shape, True, ranks or self.ranks)
-        free = int(self.usable / self.kept) - memory.lasting - memory.decoding
+        free = int(self.usable / self.kept) - memory.lasting - memory.decoding - memory.scoring
         return replace(memory, cache=min(memory.cache, max(int(self.longest * self.limits.cache_bytes), free)))
 
     def needed(self, config: Config | None = None, ranks: int | None = None) -> int:
@@ -306,9 +307,13 @@ class Estimate:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def steps(self, seconds: float) -> int:
-        training = self.config.training
-        most = training.steps if training.minutes is None else max(1, int(60 * training.minutes // seconds))
-        return min(training.steps, most)
+        return self.within_budgets(self.config.training.steps, seconds, self.rollout()[1] / self.assumed.response)
+
+    def within_budgets(self, steps: int, seconds: float, samples: float) -> int:
+        """Of so many steps those that are made; a step takes so many seconds and samples. A first one always is."""
+        each = {"minutes": seconds / 60, "samples": samples, "tokens": self.rollout()[1]}
+        limits = ((getattr(self.config.training, budget), used) for budget, used in each.items())
+        return min([steps, *(max(1, int(most // used)) for most, used in limits if most is not None)])
 
     def evaluations_s(self, steps: int) -> float | None:
         """Seconds of all evaluations; None: it is not known how many rows they have."""
@@ -368,8 +373,12 @@ class Estimate:
             yield f"{NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts, and GPUs that never wait for each other"
         if self.config.model.compute_dtype == "float32":
             yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
-        if self.config.rollout.engine != "native" or self.config.reward.kind == "model":
-            yield "other engines and reward models are not in it: the native engine is planned for, and no reward model"
+        if self.config.rollout.engine != "native":
+            yield "other engines are not in it: the native engine is planned for"
+        for path in unknown_models(self.config, True):
+            yield f"memory of the reward model {path}, which is not here, is not in it"
+        if self.config.runtime.kind == "ray" and self.config.reward.kind == "model":
+            yield "memory of reward models, to which Ray gives GPUs of their own, is not in it"
         if self.config.algorithm.kind == "ppo":
             yield "the critic: of the policy's size, and as long at each pass; no run of PPO was measured for this"
         if apart(self.config):

@@ -59,10 +59,9 @@ class StageEstimate(Estimate):
         """Of epochs as many as the rows of plain files make, and 0 where they cannot be counted."""
         training = self.config.training
         rows = evaluated_rows(self.config.data.train, self.config.data.rows) or 0
-        steps: int | None = training.steps
-        if steps is None:
-            steps = ceil((training.epochs or 1) * rows / training.rows_per_update)
-        return steps if training.minutes is None else min(steps, max(1, int(60 * training.minutes // seconds)))
+        passes = ceil((training.epochs or 1) * rows / training.rows_per_update)
+        steps = passes if training.steps is None else training.steps
+        return self.within_budgets(steps, seconds, training.rows_per_update)
 
     def evaluated_s(self, rows: int) -> float:
         updates: float = rows / self.config.training.rows_per_update

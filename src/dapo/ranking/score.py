@@ -21,7 +21,7 @@ from dapo.config import load_reward
 from dapo.config.composed_reward import REWARD_KINDS, RewardConfig
 from dapo.config.reading import apply_overrides, with_values
 from dapo.config.stages import RewardModelConfig, build_stage, load_stage, stage_named
-from dapo.data.template import lost_letters
+from dapo.data.template import letters, letters_lost_in
 from dapo.errors import ConfigError, RewardError
 from dapo.inference.found_model import FoundModel, find_model
 from dapo.model.hub import LOADING, require_at_hand
@@ -81,7 +81,7 @@ def score_rows(ranker: Scorer, rows: Sequence[Candidates], most_failed: float = 
     async def work() -> list[list[Scored]]:
         try:
             await ranker.start()
-            _warn_of_lost_letters(ranker, rows)
+            await _warn_of_lost_letters(ranker, rows)
             return list(await asyncio.gather(*(score(ranker, row) for row in rows)))
         finally:
             await ranker.close()
@@ -95,16 +95,13 @@ def score_rows(ranker: Scorer, rows: Sequence[Candidates], most_failed: float = 
     return found
 
 
-def _warn_of_lost_letters(ranker: Scorer, rows: Sequence[Candidates]) -> None:
-    every = [(row, row.prompt_text, text) for row in rows for text in row.texts]
-    lost = list[tuple[Candidates, list[str]]]()
-    for row, prompt, text in every:
-        several = [lost_letters(f"{prompt}\n{text}", seen) for seen in ranker.read_back(prompt, text)]
-        if letters := next(filter(None, several), None):
-            lost.append((row, letters))
+async def _warn_of_lost_letters(ranker: Scorer, rows: Sequence[Candidates]) -> None:
+    every = [(row, (row.prompt_text, text)) for row in rows for text in row.texts]
+    lacks = await ranker.lost_letters([both for _, both in every])
+    lost = [(row, sorted(some)) for row, both in every if (some := lacks & letters("\n".join(both)))]
     if lost:
-        row, letters = lost[0]
-        such = f"such as {''.join(letters)!r}{row.place and f' in {row.place}'}"
+        row, first = lost[0]
+        such = f"such as {''.join(first)!r}{row.place and f' in {row.place}'}"
         told = f"{len(lost)} of {len(every)} responses, with their prompts, hold letters that the ranker's tokenizer"
         _log.warning("%s", visible(f"{told} has no token for, {such}: the ranker does not see them"))
 
@@ -214,12 +211,9 @@ class ImplicitScorer(Scorer):
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         return await self._batches.submit((prompt.meta.get(_MESSAGES, prompt.text), response))
 
-    def read_back(self, prompt: str, response: str) -> Sequence[str]:
-        from dapo.data.rows import BadRow
-
-        with contextlib.suppress(BadRow):  # its score says so
-            return (self._text.read_back(prompt, response),)
-        return ()
+    async def lost_letters(self, texts: Sequence[tuple[str, str]]) -> set[str]:
+        loop, read_back = asyncio.get_running_loop(), self._text.read_back
+        return await loop.run_in_executor(self._thread, letters_lost_in, texts, read_back)
 
     async def close(self) -> None:
         await self._batches.close()

@@ -62,13 +62,9 @@ class ComposedScorer(Scorer):
         return sorted(doubts, key=lambda doubt: doubt.position)
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-
-        def ask(scorer: Scorer) -> Awaitable[Reward]:
-            return scorer.score(prompt, response, finish_reason)
-
         try:
             async with asyncio.timeout(self._config.timeout_s) as deadline:
-                outcomes = await self._outcomes(ask)
+                outcomes = await self._outcomes(lambda scorer: scorer.score(prompt, response, finish_reason))
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -78,8 +74,8 @@ class ComposedScorer(Scorer):
                 return Reward(None, 0.0, error=f"part {name}: {outcome.error}")
         return put_together(self._config, outcomes)
 
-    def read_back(self, prompt: str, response: str) -> Sequence[str]:
-        return [seen for scorer in self._scorers.values() for seen in scorer.read_back(prompt, response)]
+    async def lost_letters(self, texts: Sequence[tuple[str, str]]) -> set[str]:
+        return set().union(*(await self._each(lambda scorer: scorer.lost_letters(texts))).values())
 
     async def close(self) -> None:
         await self._each(lambda scorer: scorer.close())

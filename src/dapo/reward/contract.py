@@ -50,10 +50,9 @@ class Scorer:
         """Of each response to one prompt, in their order, as :meth:`score` gives it."""
         return list(await asyncio.gather(*(self.score(prompt, response) for response in responses)))
 
-    def read_back(self, prompt: str, response: str) -> Sequence[str]:
-        """What is left of the two in tokens, by each model of a scorer that has started; empty: it reads text as it
-        is."""
-        return ()
+    async def lost_letters(self, texts: Sequence[tuple[str, str]]) -> set[str]:
+        """Letters of prompts and responses for which its models have no token."""
+        return set()
 
     async def close(self) -> None:
         """Stop all workers, within a bounded time."""

@@ -82,7 +82,7 @@ class Service(Progress):
 
     def scores(self, items: Sequence[Item]) -> _Scores:
         """Begin to score. Raises HTTPException: 429, too much waits already."""
-        self.room.check(len(items))
+        self.room.take(len(items))
         return _Scores(self, items)
 
     async def doubts(self, rows: Sequence[Row], request: Request) -> Sequence[Doubt]:
@@ -127,16 +127,17 @@ class Service(Progress):
 
 
 class _Scores:
+    """Of items that have taken their room; each gives its own back, whoever reads the results or goes away."""
+
     def __init__(self, service: Service, items: Sequence[Item]) -> None:
         self._service = service
         self._finished: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self._tasks = [asyncio.create_task(service.score(index, item)) for index, item in enumerate(items)]
-        service.room.waiting += len(items)
         for task in self._tasks:
             task.add_done_callback(self._settle)
 
     def _settle(self, task: asyncio.Task[Any]) -> None:
-        self._service.room.waiting -= 1
+        self._service.room.give(1)
         retrieve(task)
         self._finished.put_nowait(task)
 

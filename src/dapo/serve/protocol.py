@@ -59,9 +59,7 @@ _NOT_SERVED: Mapping[str, Sequence[Any]] = {
     "modalities": (["text"],),
 }
 """Parameters of OpenAI's that are refused, but for these values, which say what is done anyway."""
-_WITHOUT_EFFECT = {
-    *("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
-}
+_WITHOUT_EFFECT = {*("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")}
 
 
 class SamplingRequest(BaseModel):

@@ -90,16 +90,15 @@ def run_phases(
 
     found: dict[str, Any] = {}
     trained = ""
-    for name, (config, state) in check_phases(root, phases, resume).items():
-        folder = RunFolder(root / name)
+    for name, (config, state) in check_phases(phases, resume).items():
+        folder = RunFolder(Path(str(config.run.dir)))
         if state == DONE:
             listener.phase(f"phase {name}: done before")
             if trained:
                 listener.warning(f"phase {name} is not done again after {trained}; for that remove {folder.root}")
             found[name] = RunView.read(folder.root).summary
             continue
-        if name:  # the one recipe of a comparison's cell has none
-            listener.phase(f"phase {name}")
+        listener.phase(f"phase {name}")
         trained = name
         again = RunOverrides(resume=folder if state == GOES_ON else None, last_checkpoint=last_checkpoint)
         if isinstance(config, Config):
@@ -110,11 +109,12 @@ def run_phases(
     return found
 
 
-def _as_begun(folder: RunFolder, config: StageConfig | Config, resume: bool) -> tuple[StageConfig | Config, str]:
+def _as_begun(config: StageConfig | Config, resume: bool) -> tuple[StageConfig | Config, str]:
     """Raises ConfigError: it is another one there."""
     from dapo.orchestrator.resume import check_resumable
     from dapo.stages.run import as_begun
 
+    folder = RunFolder(Path(str(config.run.dir)))
     if not is_run(folder.root):
         return config, BEGINS
     if not resume:
@@ -128,17 +128,17 @@ def _as_begun(folder: RunFolder, config: StageConfig | Config, resume: bool) -> 
     return config, DONE if done else GOES_ON
 
 
-def check_phases(root: Path, phases: Mapping[str, StageConfig | Config], resume: bool) -> Begun:
+def check_phases(phases: Mapping[str, StageConfig | Config], resume: bool) -> Begun:
     """Look at files, keys, rows and tokenizer of all phases that are to come. A model that a phase is to leave has the
     tokenizer of the one that it begins with. Nothing is written. Raises UserError: what is wrong, in which phase."""
     from dapo.orchestrator.build import Setup
     from dapo.stages.run import StageSetup
 
-    begun = {name: _as_begun(RunFolder(root / name), config, resume) for name, config in phases.items()}  # all, at once
+    begun = {name: _as_begun(config, resume) for name, config in phases.items()}  # all, at once
     made: dict[str, tuple[str, bool]] = {}  # by path: the model it comes from, and whether it is a reward model
     for name, (config, state) in begun.items():
         base, scores = made.get(config.model.path, (config.model.path, False))
-        made[str(root / name / "model-after")] = base, isinstance(config, RewardModelConfig)
+        made[str(RunFolder(Path(str(config.run.dir))).model_after)] = base, isinstance(config, RewardModelConfig)
         if state != BEGINS:
             continue
         looked: Any = with_values(config, {"model.path": base})
@@ -158,7 +158,7 @@ def check_phases(root: Path, phases: Mapping[str, StageConfig | Config], resume:
                 if path is not None and path not in made and not is_name(path) and not Path(path).expanduser().exists():
                     raise ConfigError(f"reward.path: {path}: no such folder")
         except UserError as error:
-            raise type(error)(f"phases.{name}: {error}" if name else str(error)) from None
+            raise type(error)(f"phase {name}: {error}") from None
     return begun
 
 

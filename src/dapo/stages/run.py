@@ -213,7 +213,7 @@ class StageRun(KeptRun):
     async def _step(self) -> None:
         """One update, unless it was made already, its evaluation, its metrics and its checkpoint."""
         state, learner, plan = self.state, self.learner, self.plan
-        learner.begin_step(state.steps_done, plan.spent(state))
+        learner.begin_step(state.steps_done, state.budget.spent)
         if state.step is None:
             position, step = self.source.state(), StepState(None)  # type: ignore[arg-type]  # nothing is sampled
             try:

@@ -121,11 +121,7 @@ class Fault:
 
 
 def diagnose(
-    policy: Policy,
-    batch: TokenBatch,
-    inputs: Any,
-    objective: Objective,
-    parameters: Mapping[str, torch.nn.Parameter],
+    policy: Policy, batch: TokenBatch, inputs: Any, objective: Objective, parameters: Mapping[str, torch.nn.Parameter]
 ) -> Fault:
     """Compute the mini-batch once more, without the model's gradient, and see where numbers stop being finite.
 

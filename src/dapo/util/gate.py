@@ -162,21 +162,24 @@ class Room:
     def __init__(self, most: int, what: str) -> None:
         self.most, self.what, self.waiting = most, what, 0
 
-    def check(self, count: int) -> None:
-        """Raises HTTPException: 429, there is no room for so many more."""
+    def take(self, count: int) -> None:
+        """Have ``count`` more items wait. Raises HTTPException: 429, there is no room for so many."""
         if self.waiting + count > self.most:
             text = f"{self.waiting} {self.what} wait, and with these {count} it would be more than {self.most}"
             raise HTTPException(429, f"{text} (--max-waiting)", {"Retry-After": "1"})
+        self.waiting += count
+
+    def give(self, count: int) -> None:
+        self.waiting -= count
 
     @contextlib.contextmanager
     def taken(self, count: int) -> Iterator[None]:
-        """Have ``count`` items wait meanwhile. Raises HTTPException: 429, there is no room."""
-        self.check(count)
-        self.waiting += count
+        """:meth:`take`, and give back at the end."""
+        self.take(count)
         try:
             yield
         finally:
-            self.waiting -= count
+            self.give(count)
 
 
 async def disconnected(request: Request) -> None:

@@ -40,9 +40,7 @@ def next_pair(client: httpx.Client, **others: Any) -> Any:
     return client.post("votes/pair", json={"run": "r", "models": [BEFORE, AFTER], **others})
 
 
-def test_a_vote_becomes_a_pair_and_nothing_told_whose_answer_it_was(
-    served: tuple[Path, httpx.Client],
-) -> None:
+def test_a_vote_becomes_a_pair_and_nothing_told_whose_answer_it_was(served: tuple[Path, httpx.Client]) -> None:
     root, client = served
     shown = next_pair(client, who="ann").json()
     assert "model" not in json.dumps(shown)

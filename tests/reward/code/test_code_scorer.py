@@ -117,9 +117,7 @@ def test_rows_that_a_program_could_decide_itself_are_in_doubt():
 
 
 def test_without_an_entry_point_rows_are_in_doubt_where_a_helper_judges_a_result():
-    doubtful = [
-        *("assert np.allclose(f(2), 4)", "r = f(2)\nassert same(r, 4)", "assert norm(f(2), 4) == 3"),
-    ]
+    doubtful = [*("assert np.allclose(f(2), 4)", "r = f(2)\nassert same(r, 4)", "assert norm(f(2), 4) == 3")]
     fine = [
         *("import math\nassert math.isclose(f(2), 4)", "assert f(2) == 4", "assert f(Point(1, 2), 3) == 3"),
         *("def check(candidate):\n    assert candidate(2) == 4\ncheck(f)", "assert f(lambda x: x + 1, 3) == 4"),

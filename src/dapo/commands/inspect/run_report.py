@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dapo.commands.inspect.tables import ASCII, BLOCKS, columns, curve, number
+from dapo.commands.inspect.tables import ASCII, BLOCKS, curve, number
+from dapo.commands.shared.output import columns
 from dapo.errors import ConfigError
 from dapo.observe.metrics import METRICS, describe
 from dapo.observe.progress import duration, finite

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from dapo.commands.inspect.tables import columns
+from dapo.commands.shared.output import columns
 from dapo.environments.trace import EPISODE_ENDS, TURN_ENDS
 from dapo.errors import ConfigError
 from dapo.observe.samples import STATUSES

@@ -1,40 +1,15 @@
-"""Text in columns, numbers by their unit, and small curves: what the reading commands print, on any terminal."""
+"""Numbers by their unit, and small curves: what the reading commands print, on any terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
-
-from rich.cells import cell_len
 
 from dapo.observe.metrics import describe
 from dapo.observe.progress import duration, finite
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
-
-
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
-    """Lines of a table, the first column to the left and the others to the right, its header first.
-
-    ``width``: cells in a line; what does not fit goes into a further table below, with the first column again. None:
-    there is no limit.
-    """
-    widths = [max(cell_len(row[place]) for row in [header, *rows]) for place in range(len(header))]
-    start = 1
-    while True:
-        end = start + 1
-        while end < len(header) and (width is None or widths[0] + sum(w + 2 for w in widths[start : end + 1]) <= width):
-            end += 1
-        shown = [0, *range(start, min(end, len(header)))]
-        for row in [header, *rows]:
-            gaps = [" " * (widths[place] - cell_len(row[place])) for place in shown]
-            cells = [row[p] + gap if p == 0 else gap + row[p] for p, gap in zip(shown, gaps, strict=True)]
-            yield "  ".join(cells).rstrip()
-        if end >= len(header):
-            return
-        start = end
-        yield ""
 
 
 def number(name: str, value: Any) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Run
-from dapo.commands.shared.output import print_json, print_lines, status_line, terminal_width
+from dapo.commands.shared.output import columns, print_json, print_lines, status_line, terminal_width
 from dapo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def _sample(text: str | None) -> tuple[int, int] | None:
 
 
 def report(found: Replay) -> Iterator[str]:
-    from dapo.commands.inspect.tables import columns
     from dapo.util.terminal import visible
 
     yield from (f"could not be made again: {visible(text)}" for text in found.missing)
@@ -180,7 +179,6 @@ def _made_again(found: Replay) -> bool:
 
 
 def _print_tokens(sample: Mapping[str, Any]) -> None:
-    from dapo.commands.inspect.tables import columns
     from dapo.util.terminal import visible
 
     where = "no update" if sample["update"] is None else f"update {sample['update']}"

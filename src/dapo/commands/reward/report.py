@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from dapo.commands.inspect.sample_report import RIGHT, one_line, text_lines
-from dapo.commands.inspect.tables import columns
 from dapo.commands.reward.rescore import KINDS, Change, StepChange
-from dapo.commands.shared.output import terminal_width
+from dapo.commands.shared.output import columns, terminal_width
 from dapo.records import Reward
 from dapo.reward.check import Checked, Expected
 from dapo.util.terminal import visible

@@ -1,13 +1,15 @@
-"""What commands say: how far they are while they work, lines and JSON in the end, and the JSON file they may write."""
+"""What commands say: how far they are, and in the end lines, tables and JSON, also as a file."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from rich.cells import cell_len
 
 from dapo.errors import ConfigError, UserError
 
@@ -34,6 +36,29 @@ def terminal_width() -> int | None:
 
     console = Terminal()
     return console.width if console.is_terminal else None
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
+    """Lines of a table, the first column to the left and the others to the right, its header first.
+
+    ``width``: cells in a line; what does not fit goes into a further table below, with the first column again. None:
+    there is no limit.
+    """
+    widths = [max(cell_len(row[place]) for row in [header, *rows]) for place in range(len(header))]
+    start = 1
+    while True:
+        end = start + 1
+        while end < len(header) and (width is None or widths[0] + sum(w + 2 for w in widths[start : end + 1]) <= width):
+            end += 1
+        shown = [0, *range(start, min(end, len(header)))]
+        for row in [header, *rows]:
+            gaps = [" " * (widths[place] - cell_len(row[place])) for place in shown]
+            cells = [row[p] + gap if p == 0 else gap + row[p] for p, gap in zip(shown, gaps, strict=True)]
+            yield "  ".join(cells).rstrip()
+        if end >= len(header):
+            return
+        start = end
+        yield ""
 
 
 def print_lines(lines: Iterable[str]) -> None:

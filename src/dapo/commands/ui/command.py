@@ -18,8 +18,7 @@ _NEEDS = ("duckdb", "fastapi", "uvicorn")
 
 def ui(
     folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN|FOLDER", help="Run folders, or folders that hold runs."),
+        list[Path], typer.Argument(metavar="RUN|FOLDER", help="Run folders, or folders that hold runs.")
     ],
     host: Host = "127.0.0.1",
     port: Annotated[

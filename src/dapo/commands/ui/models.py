@@ -7,7 +7,6 @@ A model takes prompts and responses as long as the recipe says, but for :data:`M
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -185,19 +184,13 @@ class Models:
             await self._held.popitem()[1][1].engine.close()
 
 
-_loading = threading.Lock()
-"""Transformers loads one model at a time: of two at once, one finds weights missing. A thread whose asker has left goes
-on loading while the next one asks."""
-
-
 def load(path: Path) -> Loaded:
     """Load the model in a folder inside a run folder, by that run's recipe. Raises UserError if it cannot be loaded."""
     run = path.parent if path.name.startswith("model-") else path.parents[2]
     limit = min(recipe_of(run).evaluated_length, MOST_TOKENS)
     bounds = ["runtime.device=cpu", f"rollout.max_concurrent_samples={MOST_SAMPLES * HELD}"]  # a run may need its GPU
-    with _loading:
-        overrides = [*bounds, "rollout.engine=native", f"evaluation.max_response_length={limit}"]
-        served = load_served(str(path), QuietListener(), overrides=overrides)
+    overrides = [*bounds, "rollout.engine=native", f"evaluation.max_response_length={limit}"]
+    served = load_served(str(path), QuietListener(), overrides=overrides)
     return Loaded(served.prompting, served.doors[served.name].engines[0], limit, served.context - limit)
 
 

@@ -16,7 +16,7 @@ from fastapi import Depends, Query, Request
 
 from dapo.comparison.folder import is_comparison
 from dapo.errors import UserError
-from dapo.observe.index import SampleIndex
+from dapo.observe.index import SampleIndex, stamp_of
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView, is_run, runs_in
 
@@ -60,7 +60,7 @@ class Run:
 
     def _view(self, brief: bool) -> RunView:
         folder = self.folder
-        stamp = stamp_of(folder.config, folder.environment, folder.fingerprint, folder.summary, folder.metrics)
+        stamp = stamps_of(folder.config, folder.environment, folder.fingerprint, folder.summary, folder.metrics)
         with self._lock:
             if self._read is None or self._read[0] != stamp or (self._read[1] and not brief):
                 self._read = stamp, brief, RunView.read(folder.root, brief)
@@ -68,13 +68,13 @@ class Run:
 
     def samples(self) -> DuckDBPyConnection:
         """For this thread, with the view ``samples`` of all written steps. Raises UserError if DuckDB is missing."""
-        stamp = stamp_of(self.folder.samples)
+        stamp = stamps_of(self.folder.samples)
         with self._index_lock:
             if self._index is None:
                 self._index = SampleIndex(self.folder.root)
             if self._indexed != stamp:
                 self._index.refresh()
-                self._indexed = stamp_of(self.folder.samples)  # the index lies inside
+                self._indexed = stamps_of(self.folder.samples)  # the index lies inside
             return self._index.connection()
 
 
@@ -146,17 +146,9 @@ def check_folders(folders: Sequence[Path]) -> None:
             raise UserError(f"{folder}: {what}")
 
 
-def stamp_of(*paths: Path) -> tuple[Any, ...]:
+def stamps_of(*paths: Path) -> tuple[Any, ...]:
     """What changes when one of these files is written, made or replaced."""
-    return tuple(map(_stamp, paths))
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        status = path.stat()
-        return status.st_ino, status.st_mtime_ns, status.st_size
-    except OSError:
-        return 0, 0, 0
+    return tuple(map(stamp_of, paths))
 
 
 def _found(folder: Path) -> list[Path]:

@@ -44,10 +44,7 @@ def groups(run: RunAsked, wanted: Annotated[queries.GroupFilter, Query()]) -> di
 
 @router.get("/search")
 def find(
-    run: RunAsked,
-    text: Annotated[str, Query(min_length=1, max_length=200)],
-    step: Whole | None = None,
-    skip: Whole = 0,
+    run: RunAsked, text: Annotated[str, Query(min_length=1, max_length=200)], step: Whole | None = None, skip: Whole = 0
 ) -> dict[str, Any]:
     """Where the text is in the samples, newest first; ``step`` and ``skip``: ``next`` of the answer before."""
     return search(run.folder.samples, text, None if step is None else (step, skip))

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from dapo.commands.ui import comparison, curves, playground, queries, samples
 from dapo.commands.ui.answering import Answerer
-from dapo.commands.ui.runs import WHILE_THERE, Points, Refused, Run, RunAsked, Runs, run_named, stamp_of
+from dapo.commands.ui.runs import WHILE_THERE, Points, Refused, Run, RunAsked, Runs, run_named, stamps_of
 from dapo.config import Config, flat
 from dapo.config.reference import keys_in
 from dapo.errors import UserError
@@ -120,7 +120,7 @@ def list_changes(
 def _marks(run: Run) -> dict[str, Any]:
     folder = run.folder
     try:
-        return {"metrics": stamp_of(folder.metrics), "samples": stamp_of(folder.samples), "state": run.view.state}
+        return {"metrics": stamps_of(folder.metrics), "samples": stamps_of(folder.samples), "state": run.view.state}
     except (UserError, OSError):
         return {}
 

@@ -93,9 +93,6 @@ class Remote:
             return self._border.call("eq", [self, other]) is True
         return bool(_plain(self) == other)
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an object of the program cannot be copied")
 

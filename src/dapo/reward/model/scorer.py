@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from dapo.config import ModelReward
-from dapo.data.template import lost_letters
+from dapo.data.template import letters, letters_lost_in
 from dapo.model.hub import LOADING
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher, retrieve
@@ -53,8 +53,7 @@ class ModelScorer(Scorer):
         self._runner = ThreadPoolExecutor(1, "reward model")
         self._running: asyncio.Future[list[float]] | None = None
         self._batches: Batcher[Encoded, Reward] = Batcher(
-            self._score_batch,
-            pick=lambda items: pick_alike([item.length for item in items], config.tokens_per_batch),
+            self._score_batch, pick=lambda items: pick_alike([item.length for item in items], config.tokens_per_batch)
         )
 
     async def start(self) -> None:
@@ -62,20 +61,14 @@ class ModelScorer(Scorer):
         await self._loaded()
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """Letters that the tokenizer has no token for. Each is tried once, in the first prompt that has it."""
-        text = (await self._loaded()).text
+        lost = await self.lost_letters([(prompt.text, "") for prompt in prompts])
+        several = ("".join(sorted(lost & letters(prompt.text))) for prompt in prompts)
+        told = "the reward model's tokenizer has no token for"
+        return [Doubt(place, f"{told} {some!r}") for place, some in enumerate(several) if some]
 
-        def doubts() -> list[Doubt]:
-            tried, lost = set[str](), set[str]()
-            for prompt in prompts:
-                if not tried.issuperset(prompt.text):
-                    tried.update(prompt.text)
-                    lost.update(lost_letters(prompt.text, text.read_back(prompt.text, "")))
-            several = ("".join(sorted(lost.intersection(prompt.text.casefold()))) for prompt in prompts)
-            told = "the reward model's tokenizer has no token for"
-            return [Doubt(place, f"{told} {letters!r}") for place, letters in enumerate(several) if letters]
-
-        return await asyncio.get_running_loop().run_in_executor(self._reader, doubts)
+    async def lost_letters(self, texts: Sequence[tuple[str, str]]) -> set[str]:
+        read_back = (await self._loaded()).text.read_back
+        return await asyncio.get_running_loop().run_in_executor(self._reader, letters_lost_in, texts, read_back)
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`. ``parts`` holds ``score``; ``correct`` is whether it is above ``correct_above``."""
@@ -96,9 +89,6 @@ class ModelScorer(Scorer):
         if not item.length:
             return _failed("prompt and response are no tokens at all")
         return await self._batches.submit(item)
-
-    def read_back(self, prompt: str, response: str) -> Sequence[str]:
-        return (self._network.text.read_back(prompt, response),) if self._network else ()
 
     async def close(self) -> None:
         """A batch that is being scored cannot be stopped, and is not waited for."""

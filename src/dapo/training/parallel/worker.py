@@ -99,11 +99,7 @@ class RankWorker:
         self._beside = ProcessRanks(dist.new_group(backend="gloo", **common))  # of the thread that writes checkpoints
 
     def build(
-        self,
-        config: Config,
-        sharded: bool = True,
-        cpu_offload: bool = False,
-        objective: Objective | None = None,
+        self, config: Config, sharded: bool = True, cpu_offload: bool = False, objective: Objective | None = None
     ) -> Built:
         """Load the model, and make the trainer.
 
