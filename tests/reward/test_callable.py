@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -72,11 +73,20 @@ def test_exceptions_and_time_outs_are_failed_scores():
 
 
 def test_too_many_hanging_calls_stop_the_run():
-    def f(response):
-        time.sleep(2)
-
+    over = threading.Event()
     with pytest.raises(RewardError, match=r"16 calls hang .*reward\.kind=function"):
-        score(f, *["x"] * 17, timeout_s=0.01)
+        score(lambda response: over.wait(60), *["x"] * 17, timeout_s=0.05)
+    over.set()
+
+
+def test_a_thread_takes_one_call_after_the_other():
+    here = threading.local()
+
+    def calls_of_this_thread(response):
+        here.calls = getattr(here, "calls", 0) + 1
+        return here.calls
+
+    assert max(reward.value for reward in score(calls_of_this_thread, *["x"] * 20)) >= 10
 
 
 def test_a_hanging_function_does_not_keep_the_program_alive():
