@@ -172,25 +172,19 @@ class CallableScorer(Scorer):
         call = functools.partial(self._bound.function, **arguments)
         if self._bound.is_async:
             return await call()
-        outcome = self._begin(call)
+        outcome: Future[Any] = Future()
+        if self._idle:
+            calls = self._idle.pop()
+        else:  # a daemon: in a pool of Python's own, one that hangs would keep the program from ending
+            calls = _Calls()
+            threading.Thread(target=self._work, args=(calls,), name="reward function", daemon=True).start()
+        calls.put((outcome, call))
         try:
             result = await asyncio.wrap_future(outcome)
         finally:
             if not outcome.done():
                 self._lost.append(outcome)
         return await result if inspect.isawaitable(result) else result
-
-    def _begin(self, call: Callable[[], Any]) -> Future[Any]:
-        """Start ``call`` in a thread that is free, or in a new one. They are daemons: in a pool of Python's own, one
-        that hangs would keep the program from ending."""
-        outcome: Future[Any] = Future()
-        if self._idle:
-            calls = self._idle.pop()
-        else:
-            calls = _Calls()
-            threading.Thread(target=self._work, args=(calls,), name="reward function", daemon=True).start()
-        calls.put((outcome, call))
-        return outcome
 
     def _work(self, calls: _Calls) -> None:
         """What a thread does, up to a call that nobody waits for any more."""
