@@ -43,12 +43,10 @@ def test_a_sync_function_is_called_again_and_again_by_one_thread_at_once():
         running.append(1)
         time.sleep(0.001)
         thread.calls = getattr(thread, "calls", 0) + 1
-        alone = running == [1]
-        running.pop()
-        return {"correct": alone, "value": thread.calls}
+        return {"correct": running.pop() == 1 and not running, "value": thread.calls}
 
     found = score(careful, *["x"] * 50)
-    assert [r.correct for r in found] == [True] * 50 and max(r.value for r in found) >= 25
+    assert [r.correct for r in found] == [True] * 50 and max(r.value for r in found) >= 10
 
 
 def test_exceptions_and_time_outs_are_failed_scores():
@@ -70,8 +68,7 @@ def test_exceptions_and_time_outs_are_failed_scores():
     async def g(response):
         await asyncio.sleep(3)
 
-    (hang,) = score(g, "x", timeout_s=0.2)
-    assert "timed out after 0.2 s" in hang.error
+    assert "timed out after 0.2 s" in score(g, "x", timeout_s=0.2)[0].error
 
 
 def test_too_many_hanging_calls_stop_the_run():
