@@ -28,6 +28,7 @@ from dapo.model.forward import Head, products_of
 CPU_CHUNK = 1024
 CUDA_CHUNK_LOGITS = 2**30
 """Rows at a time on a CPU, and logits at a time on CUDA, 4.3 GB of them: see :func:`chunk_rows`."""
+BLOCK_LOGITS = 2**20
 
 
 def chunk_rows(device: torch.device, vocabulary: int) -> int:
@@ -246,9 +247,12 @@ def _read(logits: Tensor, targets: Tensor, settings: _Settings) -> tuple[Tensor,
         from dapo.model.head_kernels import row_statistics
 
         return row_statistics(logits, targets, settings.scale, settings.softcap, settings.temperature)
-    log_p = logits.log_softmax(1)
-    logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
-    return logprobs, -log_p.exp().mul_(log_p).sum(1), torch.zeros_like(logprobs)  # computed again where it is needed
+    logprobs, entropy = (logits.new_empty(len(targets)) for _ in range(2))
+    for rows in _blocks(logits):
+        log_p = logits[rows].log_softmax(1)
+        logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
+        entropy[rows] = -log_p.exp().mul_(log_p).sum(1)
+    return logprobs, entropy, logits.gather(1, targets[:, None]).squeeze(1) - logprobs
 
 
 def _grad_logits(
@@ -261,15 +265,30 @@ def _grad_logits(
     settings: _Settings,
 ) -> Tensor:
     """Gradient with respect to ``hidden @ weight.T + bias``, ``[r, V]``; overwrites what :func:`_logits` gave."""
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(entropy)
     if _by_kernels(logits, logits.dtype):
         from dapo.model.head_kernels import row_gradient
 
-        zero = torch.zeros_like(entropy)
-        grad = zero if grad_logprobs is None else grad_logprobs
         scales = (settings.scale, settings.softcap, settings.temperature, settings.product_dtype)
-        return row_gradient(logits, targets, entropy, divisors, grad, grad_entropy, *scales)
-    grad = _grad_scaled_logits(logits.log_softmax(1), targets, entropy, grad_logprobs, grad_entropy)
-    return grad.mul_(_slope(logits, settings))
+        return row_gradient(logits, targets, entropy, divisors, grad_logprobs, grad_entropy, *scales)
+    for rows in _blocks(logits):
+        slope = _slope(logits[rows], settings)
+        grad = logits[rows].sub_(divisors[rows, None])
+        p = grad.exp()
+        # of the scaled logits x:  d log p_t / d x_j = [j = t] - p_j        dH / d x_j = -p_j (log p_j + H)
+        if grad_entropy is None:
+            grad.zero_()
+        else:
+            grad.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
+        grad.sub_(grad_logprobs[rows, None]).mul_(p)
+        grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None]).mul_(slope)
+    return logits
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Rows that are read at a time: what is made of all of them anew would be memory that the system clears first."""
+    return chunks(len(logits), max(1, BLOCK_LOGITS // logits.shape[1]))
 
 
 def _scaled(logits: Tensor, settings: _Settings) -> Tensor:
@@ -280,30 +299,9 @@ def _scaled(logits: Tensor, settings: _Settings) -> Tensor:
 
 
 def _slope(scaled: Tensor, settings: _Settings) -> Tensor | float:
-    """Derivative of :func:`_scaled` with respect to ``hidden @ weight.T``; overwrites ``scaled``."""
+    """Derivative of :func:`_scaled` with respect to ``hidden @ weight.T``."""
     slope = settings.scale / settings.temperature
     if settings.softcap is None:
         return slope
-    tanh = scaled.mul_(settings.temperature / settings.softcap)
+    tanh = scaled * (settings.temperature / settings.softcap)
     return tanh.square_().neg_().add_(1).mul_(slope)
-
-
-def _grad_scaled_logits(
-    log_p: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-) -> Tensor:
-    """Gradient with respect to the scaled logits x, ``[r, V]``; overwrites ``log_p``. With p = softmax(x):
-
-    d log p_t / d x_j = [j = t] - p_j        dH / d x_j = -p_j (log p_j + H)
-    """
-    p = log_p.exp()
-    if grad_entropy is None:
-        assert grad_logprobs is not None  # backward() is done when there is neither
-        grad = p.mul_(-grad_logprobs[:, None])
-    else:
-        factor = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
-        if grad_logprobs is not None:
-            factor.sub_(grad_logprobs[:, None])
-        grad = p.mul_(factor)
-    if grad_logprobs is not None:
-        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
-    return grad

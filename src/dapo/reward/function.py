@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from dapo.errors import RewardError
@@ -59,7 +60,7 @@ class BoundFunction:
                 f"its parameters are {', '.join(self.parameters or ())}"
             )
 
-    @property
+    @cached_property
     def is_async(self) -> bool:
         call = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)

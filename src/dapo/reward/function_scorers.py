@@ -10,6 +10,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 from dapo.config import FunctionReward
@@ -28,6 +29,7 @@ _ASYNC_BATCHES = 4
 
 _Item = Mapping[str, Any]
 """See :meth:`BoundFunction.arguments`."""
+_Calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 async def _score_items(
@@ -116,7 +118,8 @@ class CallableScorer(Scorer):
         if size is not None:
             work = functools.partial(_score_items, self._call)
             self._batcher = Batcher(work, size=size, concurrency=concurrency)
-        self._lost: list[threading.Thread] = []
+        self._idle: list[_Calls] = []  # of threads that are free
+        self._lost: list[Future[Any]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
@@ -138,7 +141,7 @@ class CallableScorer(Scorer):
 
     async def _timed_call(self, arguments: dict[str, Any]) -> Any:
         """What the function returned. Raises ScoringFailed: it raised, or took too long."""
-        self._lost = [thread for thread in self._lost if thread.is_alive()]
+        self._lost = [outcome for outcome in self._lost if not outcome.done()]
         if len(self._lost) >= _MAX_LOST_THREADS:
             raise RewardError(
                 f"reward function {self._bound.name}: {len(self._lost)} calls hang and cannot be stopped; name the "
@@ -160,6 +163,8 @@ class CallableScorer(Scorer):
 
     async def close(self) -> None:
         """Threads left behind are daemons and do not keep the program alive."""
+        while self._idle:
+            self._idle.pop().put(None)
         if self._batcher is not None:
             await self._batcher.close()
 
@@ -167,30 +172,30 @@ class CallableScorer(Scorer):
         call = functools.partial(self._bound.function, **arguments)
         if self._bound.is_async:
             return await call()
-        thread, outcome = _in_daemon_thread(call)
+        outcome: Future[Any] = Future()
+        if self._idle:
+            calls = self._idle.pop()
+        else:  # a daemon: in a pool of Python's own, one that hangs would keep the program from ending
+            calls = _Calls()
+            threading.Thread(target=self._work, args=(calls,), name="reward function", daemon=True).start()
+        calls.put((outcome, call))
         try:
-            result = await outcome
+            result = await asyncio.wrap_future(outcome)
         finally:
-            if thread.is_alive():
-                self._lost.append(thread)
+            if not outcome.done():
+                self._lost.append(outcome)
         return await result if inspect.isawaitable(result) else result
 
-
-def _in_daemon_thread(call: Callable[[], Any]) -> tuple[threading.Thread, asyncio.Future[Any]]:
-    """Start ``call`` in a thread of its own. In a shared pool, one that hangs would keep the program from ending."""
-    outcome: Future[Any] = Future()
-
-    def run() -> None:
-        if not outcome.set_running_or_notify_cancel():  # the deadline was first
-            return
-        try:
-            outcome.set_result(call())
-        except BaseException as raised:
-            if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
-                outcome.set_exception(raised)
-            else:  # asyncio takes none of these
-                outcome.set_exception(RuntimeError(f"it raised {type(raised).__name__}"))
-
-    thread = threading.Thread(target=run, name="reward function", daemon=True)
-    thread.start()
-    return thread, asyncio.wrap_future(outcome)
+    def _work(self, calls: _Calls) -> None:
+        """What a thread does, up to a call that nobody waits for any more."""
+        while (waiting := calls.get()) is not None:
+            outcome, call = waiting
+            try:
+                if outcome.set_running_or_notify_cancel():  # otherwise the deadline was first
+                    outcome.set_result(call())
+            except BaseException as raised:
+                ours = not isinstance(raised, Exception) or isinstance(raised, StopIteration)  # asyncio takes none
+                outcome.set_exception(RuntimeError(f"it raised {type(raised).__name__}") if ours else raised)
+            if outcome in self._lost:
+                return
+            self._idle.append(calls)

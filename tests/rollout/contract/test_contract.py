@@ -48,7 +48,7 @@ def _marked(kind: str, *more: str) -> Any:
 def who(*abilities: str) -> Any:
     """The test is for engines that offer all of these."""
     kinds = [kind for kind in subjects.MAKERS if not any((kind, ability) in LACKS for ability in abilities)]
-    return pytest.mark.parametrize("subject", [_marked(kind) for kind in kinds], indirect=True)
+    return pytest.mark.parametrize("kind", [_marked(kind) for kind in kinds], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield find
 
 
+@pytest.fixture(scope="module")  # so that tests come kind by kind, and one of pytest's workers starts it
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def subject(request: pytest.FixtureRequest, engines: Any) -> Subject:
-    found: Subject = engines(request.param)
+def subject(kind: str, engines: Any) -> Subject:
+    found: Subject = engines(kind)
     if found.seed:
         found.run(found.give(0))
     return found
@@ -465,9 +470,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("subject", "ability"), [_marked(*row) for row in LACKS if row[1] in ASKED], indirect=["subject"]
-)
+@pytest.mark.parametrize(("kind", "ability"), [_marked(*row) for row in LACKS if row[1] in ASKED], indirect=["kind"])
 def test_what_an_engine_does_not_offer_it_refuses(subject: Subject, ability: str) -> None:
     with pytest.raises(EngineError):
         subject.run(ASKED[ability](subject))

@@ -7,6 +7,7 @@ The prompt's pass also gives the logits of the first token. See docs/decisions/0
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dapo.errors import ModelError
-from dapo.model.attention import AttentionSpec, step_attention
+from dapo.model.attention import AttentionSpec, seen_keys, step_attention
 from dapo.model.forward import hidden_states, output_head
 from dapo.model.loading import key_value_heads
 from dapo.model.packed import PackedAttention
@@ -247,24 +248,18 @@ class _Decode:
 
     def __init__(self, slots: SlotRunner, rows: int) -> None:
         self._keys, self._values = slots.keys, slots.values
-        self._row = torch.arange(rows)
-        self.position_ids = slots.state.lengths[:rows].clamp(min=0).long()
+        self._rows = rows
+        self.position_ids = positions = slots.state.lengths[:rows].clamp(min=0).long()
         longest = slots.max_tokens if slots.pinned else int(self.position_ids.max()) + 1
-        self._reach = min(slots.max_tokens, -(-longest // 16) * 16)  # few shapes, and little read beyond the longest
-        self._distance = self.position_ids[:, None, None, None] - torch.arange(self._reach)
-        self._visible: dict[int | None, Tensor] = {}
+        self._reach = reach = min(slots.max_tokens, -(-longest // 16) * 16)  # few shapes, little beyond the longest
+        self._seen = functools.cache(lambda window: seen_keys(positions[:, None], reach, window, "cpu"))
+        _, heads, tokens, _ = slots._shape
+        self._place = (torch.arange(rows * heads).view(rows, heads) * tokens + positions[:, None]).view(-1)
 
     def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self._keys[spec.layer], self._values[spec.layer]
-        keys[self._row, :, self.position_ids] = key[:, :, 0]
-        values[self._row, :, self.position_ids] = value[:, :, 0]
-        rows, reach = len(self._row), self._reach
-        seen = self._mask(spec.window)
+        for store, new in ((keys, key), (values, value)):
+            store.view(-1, store.shape[3]).index_copy_(0, self._place, new.reshape(len(self._place), -1))
+        rows, reach, seen = self._rows, self._reach, self._seen(spec.window)
         out = step_attention(spec, query, keys[:rows, :, :reach], values[:rows, :, :reach], seen)
         return out.transpose(1, 2)
-
-    def _mask(self, window: int | None) -> Tensor:
-        if window not in self._visible:
-            visible = self._distance >= 0
-            self._visible[window] = visible if window is None else visible & (self._distance < window)
-        return self._visible[window]
