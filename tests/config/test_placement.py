@@ -36,6 +36,7 @@ def config_of(keys: dict[str, Any]) -> Config:
             "runtime.sync: is copy, .* with placement=disaggregated by group or objects",
         ),
         (RAY | {"runtime.learner.sharded": True, "model.lora.rank": 4}, "runtime.learner.sharded: an adapter"),
+        (RAY | {"runtime.learner.workers": 2, "training.moments": "int8"}, "sharded=false"),
         (RAY | {"runtime.learner.cpu_offload": True}, "runtime.learner.cpu_offload: is for a sharded model"),
     ],
 )

@@ -7,11 +7,12 @@ values, vocabulary V, t tokens of a micro-batch:
 =============  ====================================================================================================
 weights        4 A (float32 masters) + b (P - A) (frozen)
 gradients      4 A
-Adam           8 A (two moments); with training.offload_optimizer in a GPU's memory only those of a group at a time
+Adam           8 A (two moments), with training.moments=int8 2.06 A; with training.offload_optimizer a GPU has only those
+               of a part of a tensor at a time; of 8 bits it has such a part in float32, too
 engine         b A (its own copy; what is frozen it shares), vLLM: b P, which a shared GPU holds while it wakes, and the
                host's memory while it sleeps; b A more if evaluations beside the sampling have an engine of theirs
 reference      4 A, if the KL to the initial policy is asked for, and it is a copy (algorithm.kl.reference)
-critic         16 P, if algorithm.kind is ppo and the critic has a backbone of its own, of the policy's size supposed
+critic         8 P and its moments, if algorithm.kind is ppo and the critic has a backbone of its own, of the policy's size supposed
 casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those sampled ahead)
                sequences of at most T tokens (prompt and response), the former in any case with runtime.deterministic;
@@ -66,7 +67,7 @@ from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
 from dapo.model.loading import cached_numbers, check_supported, key_value_heads, read_config
 from dapo.training.lora import shape_of
-from dapo.training.offload import GROUP_NUMBERS
+from dapo.training.moments import PART, moment_bytes
 from dapo.util.memory import free_memory
 
 AnyConfig = Config | StageConfig
@@ -93,7 +94,7 @@ class Memory:
     at_work: int = 0
     """What the layer that goes backward takes on a GPU beside what was kept."""
     streamed: int = 0
-    """Adam's moments on their way through a GPU, after the backward pass."""
+    """Adam's moments in float32 for the time of their step, after the backward pass, if they rest otherwise."""
     host: int = 0
     """Adam's moments and the weights of a vLLM asleep in the host's memory, where that is another one."""
     cache_that_stays: int = 0
@@ -110,7 +111,7 @@ class Memory:
             update = self.gradients + max(passes, self.streamed)
             return self.lasting + max(update, self.cache + self.decoding)
         parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
-        return int(_HOLES * (parts + max(self.logits, self.decoding)))
+        return int(_HOLES * (parts + max(self.logits, self.decoding, self.streamed)))
 
     def parts(self) -> dict[str, int]:
         """Those of the device's memory, by name."""
@@ -128,9 +129,13 @@ def trained_of(shape: Any) -> int:
     return sum(parameter.numel() for parameter in changing_parameters(shape).values())
 
 
-def checkpoint_bytes(trained: int) -> int:
+def checkpoint_bytes(config: AnyConfig, shape: Any) -> int:
     """Of one checkpoint: float32 weights and the optimizer's two moments of what is trained."""
-    return 12 * trained
+    return 4 * trained_of(shape) + _moments(config, shape)
+
+
+def _moments(config: AnyConfig, shape: Any) -> int:
+    return sum(moment_bytes(p.numel(), config.training.moments) for p in changing_parameters(shape).values())
 
 
 def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: int = 1) -> Memory:
@@ -141,18 +146,19 @@ def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: i
     trained, width = trained_of(shape), _width(config)
     held = trained if has_adapter(shape) else -(-trained // ranks)
     tokens = min(training.tokens_per_micro_batch, max(_longest(config), _update_tokens(config) // ranks))
-    offloaded = on_gpu and training.offload_optimizer
-    largest = max(parameter.numel() for parameter in changing_parameters(shape).values())
+    offloaded, narrow = on_gpu and training.offload_optimizer, training.moments == "int8"
+    adam = _moments(config, shape) * held // max(1, trained)
+    part = min(held, PART, max(parameter.numel() for parameter in changing_parameters(shape).values()))
     memory = Memory(
         weights=4 * held + width * (every - trained),
         gradients=4 * held,
-        adam=0 if offloaded else 8 * held,
+        adam=0 if offloaded else adam,
         casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=_head(shape, tokens, on_gpu, width),
         at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
-        streamed=8 * min(held, max(GROUP_NUMBERS, largest)) if offloaded else 0,
-        host=8 * held * offloaded,
+        streamed=(24 if narrow else 8) * part if offloaded or narrow else 0,
+        host=adam * offloaded,
     )
     return memory if isinstance(config, StageConfig) else _with_engine(memory, config, shape, on_gpu, ranks)
 
@@ -183,12 +189,13 @@ def _with_engine(memory: Memory, config: Config, shape: Any, on_gpu: bool, ranks
     apart = rollout.device not in (None, *(("cuda", "cuda:0") if on_gpu else ("cpu",)))
     algorithm, every = config.algorithm, sum(p.numel() for p in shape.parameters())
     vllm = 0 if apart or rollout.engine != "vllm" else width * every
+    own_critic = algorithm.kind == "ppo" and not algorithm.critic.share_backbone
     second = bool(config.ahead) and config.evaluation.while_sampling == "copy"
     return replace(
         memory,
         engine=0 if apart else (vllm or width * trained) + second * width * trained,
         reference=0 if algorithm.kl.mode == "off" or algorithm.kl.reference != "copy" else memory.gradients,
-        critic=16 * every if algorithm.kind == "ppo" and not algorithm.critic.share_backbone else 0,
+        critic=8 * every + _moments(config, shape) * every // trained if own_critic else 0,
         cache=0 if apart or stays else cache,
         decoding=0 if apart else 8 * text.vocab_size * rows,
         host=memory.host + vllm * (on_gpu and not config.cache_stays),

@@ -282,7 +282,7 @@ class Estimate:
         passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off") + ppo
         forward, both = self.operations()
         both += (both if self.critics else forward) * ppo
-        moments = 8 * trained / self.ranks * config.updates_per_step if config.training.offload_optimizer else 0.0
+        moments = self.memory().host * config.updates_per_step if config.training.offload_optimizer else 0.0
         by_store = by_ray and config.runtime.sync == "objects"
         moved = 2 * trained / STORE if by_store else self.cluster.exchange(2 * trained)
         found = {
@@ -327,14 +327,14 @@ class Estimate:
     def disk(self, steps: int, tokens: float) -> dict[str, float]:
         """Bytes of a checkpoint, and of the whole run, in each of whose steps so many tokens are sampled."""
         trained, saved = trained_of(self.shape), float(self.config.run.save_samples)
-        checkpoint = checkpoint_bytes(trained) * (1 + self.critics)
+        checkpoint = checkpoint_bytes(self.config, self.shape) * (1 + self.critics)
         samples = saved * steps * tokens * BYTES_PER_TOKEN
         return {"checkpoint": checkpoint, "run": checkpoints_kept(self.config) * checkpoint + 8 * trained + samples}
 
     def main_memory(self) -> float:
         """Bytes of a host: processes, a checkpoint on its way to disk, moments and reward workers."""
         here, reward = min(self.ranks, self.cluster.gpus), self.config.reward
-        snapshot = checkpoint_bytes(trained_of(self.shape)) * (1 + self.critics) * here / self.ranks
+        snapshot = checkpoint_bytes(self.config, self.shape) * (1 + self.critics) * here / self.ranks
         workers = getattr(reward, "workers", 0) * getattr(reward, "memory_mb", 0) * 2**20
         return here * (PROCESS + self.memory().host) + snapshot + workers
 

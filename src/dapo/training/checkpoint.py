@@ -75,7 +75,8 @@ def load_optimizer(
     states: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, kind = key.rpartition("/")
-        if name not in numbers or (tensor.dim() and tensor.shape != parameters[name].shape):
+        scales = kind.endswith("_scale")
+        if name not in numbers or (tensor.dim() and not scales and tensor.shape != parameters[name].shape):
             raise UserError(f"{folder}: holds the optimizer of another model: no parameter fits {key}")
         states.setdefault(numbers[name], {})[kind] = tensor
     if int(counters["updates"]) > int(counters["skipped_updates"]) and not states:

@@ -12,7 +12,7 @@ mini-batch before it is cut. Nothing here divides again, so the cut into micro-b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -32,8 +32,8 @@ from dapo.training.checkpoint import load_optimizer, optimizer_tensors
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.head_passes import through_head
 from dapo.training.mismatch import measure_mismatch
+from dapo.training.moments import PART, StoredAdamW, moment_bytes
 from dapo.training.objective_protocol import Objective, unit_of
-from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
 from dapo.training.parallel.holding import Replica
 from dapo.training.policy import Policy
 from dapo.training.update_report import UpdateReport
@@ -52,6 +52,14 @@ def rate_of_step(config: TrainingConfig, step: int, spent: float) -> float:
     final = config.learning_rate if config.final_learning_rate is None else config.final_learning_rate
     rate = config.learning_rate + spent * (final - config.learning_rate)
     return rate * (min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0)
+
+
+def _optimizer(parameters: Iterable[torch.Tensor], config: TrainingConfig) -> torch.optim.AdamW:
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.adam_epsilon}
+    settings |= {"weight_decay": config.weight_decay, "fused": True}
+    if config.moments == "float32" and not config.offload_optimizer:
+        return torch.optim.AdamW(parameters, **settings)
+    return StoredAdamW(parameters, kind=config.moments, offload=config.offload_optimizer, **settings)
 
 
 class Trainer:
@@ -104,14 +112,7 @@ class Trainer:
         self.faults: FaultFolder | None = None
         self._config = config
         self._parameters = {name: p for name, p in self._published.items() if p.requires_grad}
-        self._optimizer = (OffloadedAdamW if config.offload_optimizer else torch.optim.AdamW)(
-            self._parameters.values(),
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._optimizer = _optimizer(self._parameters.values(), config)
         self._unpublished = False
         self._updates_at = {0: 0}  # version -> optimizer updates made when it was published, ascending
         self._skipped_in_row = 0
@@ -131,8 +132,13 @@ class Trainer:
         numbers: int = sum(p.numel() for p in self._parameters.values())
         if self._optimizer.state:
             return 0
-        moments = min(numbers, GROUP_NUMBERS) if self._config.offload_optimizer else numbers
-        return 4 * numbers + 2 * 4 * moments
+        moments = 8 * min(numbers, PART) if self._config.offload_optimizer else self.moment_bytes
+        return 4 * numbers + moments
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of the optimizer's two moments, once it has made a step."""
+        return sum(moment_bytes(p.numel(), self._config.moments) for p in self._parameters.values())
 
     @property
     def device(self) -> torch.device:

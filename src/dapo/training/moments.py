@@ -1,0 +1,196 @@
+"""AdamW whose two moments rest in the host's memory, in 8 bits, or both, and are float32 on the device part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+PART = 2**24
+"""Numbers of a tensor whose moments are float32 on the device at a time: 128 MiB of them."""
+BLOCK = 128
+"""Numbers in 8 bits that share a scale."""
+_SMALL = 4096
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SHIFT = 20
+"""Bits of a float32's mantissa that 8 bits have no room for; three are kept, which is a step of 6 to 12%."""
+_ONE = 0x3F800000 >> _SHIFT
+"""The 1.0 of float32 without them: what is largest in a block, and its highest code."""
+
+
+def in_8_bits(numbers: int) -> bool:
+    """Whether moments of a tensor of so many numbers can be: those of norms and biases stay float32."""
+    return numbers >= _SMALL and numbers % BLOCK == 0
+
+
+def moment_bytes(numbers: int, kind: str) -> int:
+    """Of both moments of a tensor."""
+    return 2 * numbers + 8 * numbers // BLOCK if kind == "int8" and in_8_bits(numbers) else 8 * numbers
+
+
+class StoredAdamW(torch.optim.AdamW):
+    """The numbers of ``torch.optim.AdamW``, made by its own code, part by part; ``int8`` rounds the moments after it.
+
+    For parameters on CUDA that are offloaded the moments lie in pinned memory; on a CPU they stay where they are.
+
+    Attributes:
+        torn: whether a step failed after it had changed some of the parameters and not the others.
+    """
+
+    torn = False
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        *,
+        kind: str = "float32",
+        offload: bool = False,
+        part: int = PART,
+        **settings: Any,
+    ) -> None:
+        """``kind``: float32 or int8. ``part``: numbers that are worked on at a time, a multiple of ``BLOCK``."""
+        super().__init__(parameters, **settings)
+        self._kind, self._offload, self._part = kind, offload, part
+        self._steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step. When it returns, the moments are where they rest.
+
+        Memory may run out between two parts; then it is ``torn``.
+        """
+        (group,) = self.param_groups
+        # the largest first: if memory does not suffice, nothing has been changed yet
+        moving = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: -p.numel())
+        for parameter in moving:
+            if not self.state.get(parameter):
+                self.state[parameter] = self._first(parameter)
+        # of the step, so that a run that goes on rounds as one that never stopped
+        noise = {device: torch.Generator(device) for device in {p.device for p in moving}}
+        for generator in noise.values():
+            generator.manual_seed(self._steps + 1)
+        begun = False
+        try:
+            for parameter in moving:
+                for start in range(0, parameter.numel(), self._part):
+                    self._move(parameter, start, group, noise[parameter.device])
+                    begun = True
+                self.state[parameter]["step"] += 1
+            begun = False
+        finally:
+            self.torn = self.torn or begun
+        self._steps += 1
+        if self._offload:
+            for device in {p.device for p in moving if p.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()  # whoever reads the moments now does so on the host
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with the moments of ``state_dict``, of which nothing but ``state`` is looked at: the settings stay.
+
+        That of ``torch.optim.AdamW`` would put all of them onto the device, and make them float32.
+        """
+        (group,) = self.param_groups
+        for number, state in state_dict["state"].items():
+            parameter = group["params"][number]
+            self.state[parameter] = {name: self._at_rest(name, value, parameter) for name, value in state.items()}
+            self._steps = max(self._steps, int(state["step"]))
+
+    def _first(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        narrow = self._kind == "int8" and in_8_bits(parameter.numel())
+        made = {"step": torch.zeros(())}
+        for name in _MOMENTS:
+            made[name] = torch.zeros(parameter.shape, dtype=torch.uint8 if narrow else torch.float32, device="meta")
+            if narrow:
+                made[f"{name}_scale"] = torch.zeros(parameter.numel() // BLOCK, device="meta")
+        return {name: self._at_rest(name, value, parameter) for name, value in made.items()}
+
+    def _at_rest(self, name: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """A copy of ``value`` where it is between steps; zeros for one that is nowhere yet."""
+        on_host = self._offload and name != "step" and parameter.is_cuda
+        where: dict[str, Any] = {"pin_memory": True} if on_host else {"device": parameter.device}
+        found = torch.empty(value.shape, dtype=value.dtype, **where)
+        return found.zero_() if value.is_meta else found.copy_(value)
+
+    def _move(self, parameter: torch.Tensor, start: int, group: Mapping[str, Any], noise: torch.Generator) -> None:
+        """The step of the numbers from ``start`` on."""
+        state, here = self.state[parameter], slice(start, start + self._part)
+        moments = {name: _fetch(state, name, here, parameter.device) for name in _MOMENTS}
+        adamw(
+            [parameter.view(-1)[here]],
+            [parameter.grad.reshape(-1)[here]],  # type: ignore[union-attr]
+            [moments["exp_avg"]],
+            [moments["exp_avg_sq"]],
+            [],
+            [state["step"].clone()],  # which it counts up, and there may be more parts
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+        )
+        for name, moment in moments.items():
+            _put_back(state, name, here, moment, noise)
+
+
+def _fetch(state: Mapping[str, torch.Tensor], name: str, here: slice, device: torch.device) -> torch.Tensor:
+    rests = state[name].view(-1)[here].to(device, non_blocking=True)
+    if rests.dtype != torch.uint8:
+        return rests
+    return decode(rests, _scales(state, name, here).to(device, non_blocking=True), name == "exp_avg")
+
+
+def _put_back(
+    state: Mapping[str, torch.Tensor], name: str, here: slice, moment: torch.Tensor, noise: torch.Generator
+) -> None:
+    rests = state[name].view(-1)[here]
+    if rests.dtype == torch.uint8:
+        moment, scales = encode(moment, name == "exp_avg", noise)
+        _scales(state, name, here).copy_(scales, non_blocking=True)
+    if moment.data_ptr() != rests.data_ptr():
+        rests.copy_(moment, non_blocking=True)
+
+
+def _scales(state: Mapping[str, torch.Tensor], name: str, here: slice) -> torch.Tensor:
+    return state[f"{name}_scale"][here.start // BLOCK : here.stop // BLOCK]
+
+
+def encode(values: torch.Tensor, signed: bool, noise: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(codes, scales)`` of float32 numbers: of each the leading bits of its float32, relative to the largest of its
+    block, which is exact.
+
+    Rounded up or down at random, so that it is right on average. To the nearest, a second moment with beta2 = 0.999
+    would never move: a thousandth of itself is less than half a step.
+
+    With a sign, 7 bits reach from 1 to 2^-16, then evenly down to 0. Without one, 8 bits reach down to 2^-32, the
+    square of that, and what is less becomes it: a second moment of 0 would divide.
+    """
+    blocks = values.view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    ratio = blocks.abs().div_(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None])
+    if signed:
+        ratio.mul_(1 - _zero(signed)).add_(_zero(signed)).clamp_(max=1.0)
+    bits = ratio.view(torch.int32)
+    bits += torch.empty_like(bits).random_(0, 2**_SHIFT, generator=noise)
+    codes = (bits >> _SHIFT).sub_(_lowest(signed)).clamp_(min=0).to(torch.uint8)
+    return (codes + (blocks < 0).to(torch.uint8) * 128 if signed else codes).view(-1), scales
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The float32 numbers that :func:`encode` made ``codes`` and ``scales`` of."""
+    levels = (codes & 127 if signed else codes).to(torch.int32).add_(_lowest(signed))
+    ratio = (levels << _SHIFT).view(torch.float32)
+    if signed:
+        ratio = ratio.sub_(_zero(signed)).div_(1 - _zero(signed)).mul_(1 - 2 * (codes >> 7).to(torch.float32))
+    return ratio.view(-1, BLOCK).mul_(scales[:, None]).view(-1)
+
+
+def _lowest(signed: bool) -> int:
+    return _ONE - (127 if signed else 255)
+
+
+def _zero(signed: bool) -> float:
+    """The ratio whose code is 0."""
+    return float(torch.tensor(_lowest(signed) << _SHIFT, dtype=torch.int32).view(torch.float32))
