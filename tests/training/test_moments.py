@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import random_model
 from training_cases import SHAPE, make_inputs, make_trainer, packed, random_groups, weights_of
 
 from dapo.algorithm.objective import DapoObjective
 from dapo.training.moments import StoredAdamW, decode, encode, moment_bytes
 from dapo.training.snapshot import expected_bytes, load_snapshot, snapshot, snapshot_bytes, write_snapshot
+from helpers import random_model
 
 
 def wide(seed: int) -> Any:

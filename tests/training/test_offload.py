@@ -1,4 +1,4 @@
-"""Adam's moments in the host's memory: the same numbers, and on a GPU no more of them there than a part of one tensor's."""
+"""Adam's moments in the host's memory: the same numbers, and on a GPU no more of them there than a part's."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from dapo.training.offload import OffloadedAdamW
 from torch._dynamo.utils import counters
 from training_cases import distance, gradient, make_inputs, make_trainer, packed, random_groups, weights_of
 
@@ -24,7 +25,6 @@ from dapo.model.head import chunks
 from dapo.model.packed import PackedAttention
 from dapo.records import TokenBatch
 from dapo.training.lora import begin_adapter, load_trainable
-from dapo.training.offload import OffloadedAdamW
 from dapo.training.trainer import Trainer
 from helpers import random_model
 

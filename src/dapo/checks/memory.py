@@ -7,12 +7,13 @@ values, vocabulary V, t tokens of a micro-batch:
 =============  ====================================================================================================
 weights        4 A (float32 masters) + b (P - A) (frozen)
 gradients      4 A
-Adam           8 A (two moments), with training.moments=int8 2.06 A; with training.offload_optimizer a GPU has only those
-               of a part of a tensor at a time; of 8 bits it has such a part in float32, too
+Adam           8 A (two moments), with training.moments=int8 2.06 A; with training.offload_optimizer a GPU has only
+               those of a part of a tensor at a time, and of 8 bits such a part in float32, too
 engine         b A (its own copy; what is frozen it shares), vLLM: b P, which a shared GPU holds while it wakes, and the
                host's memory while it sleeps; b A more if evaluations beside the sampling have an engine of theirs
 reference      4 A, if the KL to the initial policy is asked for, and it is a copy (algorithm.kl.reference)
-critic         8 P and its moments, if algorithm.kind is ppo and the critic has a backbone of its own, of the policy's size supposed
+critic         8 P and its moments, if algorithm.kind is ppo and the critic has a backbone of its own, of the policy's
+               size supposed
 casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those sampled ahead)
                sequences of at most T tokens (prompt and response), the former in any case with runtime.deterministic;

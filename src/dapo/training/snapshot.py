@@ -33,8 +33,9 @@ class LearnerSnapshot:
 def snapshot(trainer: Trainer, ranks: Ranks | None = None) -> Trainer:
     """A trainer that can be saved, and nothing else: weights, optimizer state and counters as they are now.
 
-    Takes main memory for the weights that are trained and the two moments (12 bytes a parameter, 6 with moments in 8
-    bits; of a sharded model, this rank's), and the time to copy them there. The trainer must not be at an update meanwhile.
+    Takes main memory for the weights that are trained and the two moments (12 bytes a parameter, 6 with those in 8
+    bits; of a sharded model, this rank's), and the time to copy them there. The trainer must not be at an update
+    meanwhile.
     ``ranks``: the same as the trainer's, over tensors on CPUs, for what may be done beside an update; None: its own.
     Raises NumericalError or UserError: the weights are of no use (:meth:`~dapo.training.trainer.Trainer.check_finite`).
     """
