@@ -122,3 +122,17 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(tmp_path: Path, offload: boo
         update(whole, step)
         update(other, step)
     assert torch.equal(weights_of(whole), weights_of(other))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_8_bits_are_the_same_wherever_they_rest() -> None:
+    found = []
+    for offload in (False, False, True):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 2**16, device="cuda"))
+        optimizer = StoredAdamW([parameter], kind="int8", offload=offload, part=2**12, lr=1e-2, fused=True)
+        for _ in range(5):
+            parameter.grad = parameter.detach() ** 3
+            optimizer.step()
+        found.append(parameter.detach())
+        assert optimizer.state[parameter]["exp_avg_sq"].device.type == ("cpu" if offload else "cuda")
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

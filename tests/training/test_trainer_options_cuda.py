@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dapo.training.offload import OffloadedAdamW
 from torch._dynamo.utils import counters
 from training_cases import distance, gradient, make_inputs, make_trainer, packed, random_groups, weights_of
 
@@ -25,6 +25,7 @@ from dapo.model.head import chunks
 from dapo.model.packed import PackedAttention
 from dapo.records import TokenBatch
 from dapo.training.lora import begin_adapter, load_trainable
+from dapo.training.moments import StoredAdamW
 from dapo.training.trainer import Trainer
 from helpers import random_model
 
@@ -118,11 +119,7 @@ def test_an_adapter_trains_compiled_as_it_does_plainly(tmp_path: Path, monkeypat
 def test_moments_on_the_host_give_the_weights_that_those_on_the_gpu_give(
     deterministic: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Cut(OffloadedAdamW):
-        def __init__(self, parameters: Any, **settings: Any) -> None:
-            super().__init__(parameters, group_numbers=200_000, **settings)
-
-    monkeypatch.setattr("dapo.training.trainer.OffloadedAdamW", Cut)
+    monkeypatch.setattr("dapo.training.trainer.StoredAdamW", partial(StoredAdamW, part=2**13))
     batch = random_batch()
     inputs = make_inputs(batch, device=DEVICE)
 
@@ -131,7 +128,6 @@ def test_moments_on_the_host_give_the_weights_that_those_on_the_gpu_give(
         return weights_of(trainer)
 
     plain, offloaded = wide_trainer(), wide_trainer(offload_optimizer=True)
-    assert len(offloaded._optimizer.param_groups) > 3
     for _ in range(2):
         assert torch.equal(updated(plain), updated(offloaded))
     state = next(iter(offloaded._optimizer.state.values()))
