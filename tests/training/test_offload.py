@@ -75,7 +75,7 @@ def test_a_gpu_holds_the_moments_of_one_part() -> None:
 
 
 def test_a_trainer_learns_and_goes_on_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo.training.trainer.StoredAdamW", partial(StoredAdamW, part=1000))
+    monkeypatch.setattr("dapo.training.moments.StoredAdamW", partial(StoredAdamW, part=1000))
     batch = packed(random_groups(SHAPE))
     inputs = make_inputs(batch)
     plain, ours = make_trainer(), make_trainer(offload_optimizer=True)
@@ -111,7 +111,7 @@ def test_the_largest_tensor_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_half_an_update_is_not_saved_and_a_failure_before_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when memory runs out between two parts."""
 
-    monkeypatch.setattr("dapo.training.trainer.StoredAdamW", partial(StoredAdamW, part=1000))
+    monkeypatch.setattr("dapo.training.moments.StoredAdamW", partial(StoredAdamW, part=1000))
     trainer = make_trainer(offload_optimizer=True)
     batch = packed(random_groups(SHAPE))
     left = [0]

@@ -119,7 +119,7 @@ def test_an_adapter_trains_compiled_as_it_does_plainly(tmp_path: Path, monkeypat
 def test_moments_on_the_host_give_the_weights_that_those_on_the_gpu_give(
     deterministic: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dapo.training.trainer.StoredAdamW", partial(StoredAdamW, part=2**13))
+    monkeypatch.setattr("dapo.training.moments.StoredAdamW", partial(StoredAdamW, part=2**13))
     batch = random_batch()
     inputs = make_inputs(batch, device=DEVICE)
 

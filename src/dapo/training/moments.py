@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from dapo.config import TrainingConfig
+
 PART = 2**24
 """Numbers of a tensor whose moments are float32 on the device at a time: 128 MiB of them."""
 BLOCK = 128
@@ -28,6 +30,15 @@ def in_8_bits(numbers: int) -> bool:
 def moment_bytes(numbers: int, kind: str) -> int:
     """Of both moments of a tensor."""
     return 2 * numbers + 8 * numbers // BLOCK if kind == "int8" and in_8_bits(numbers) else 8 * numbers
+
+
+def make_optimizer(parameters: Iterable[torch.Tensor], config: TrainingConfig) -> torch.optim.AdamW:
+    """As the settings say; those of a run without any of this are PyTorch's own."""
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.adam_epsilon}
+    settings |= {"weight_decay": config.weight_decay, "fused": True}
+    if config.moments == "float32" and not config.offload_optimizer:
+        return torch.optim.AdamW(parameters, **settings)
+    return StoredAdamW(parameters, kind=config.moments, offload=config.offload_optimizer, **settings)
 
 
 class StoredAdamW(torch.optim.AdamW):

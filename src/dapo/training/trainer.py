@@ -12,7 +12,7 @@ mini-batch before it is cut. Nothing here divides again, so the cut into micro-b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,7 @@ from dapo.training.checkpoint import load_optimizer, optimizer_tensors
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.head_passes import through_head
 from dapo.training.mismatch import measure_mismatch
-from dapo.training.moments import PART, StoredAdamW, moment_bytes
+from dapo.training.moments import PART, make_optimizer, moment_bytes
 from dapo.training.objective_protocol import Objective, unit_of
 from dapo.training.parallel.holding import Replica
 from dapo.training.policy import Policy
@@ -52,14 +52,6 @@ def rate_of_step(config: TrainingConfig, step: int, spent: float) -> float:
     final = config.learning_rate if config.final_learning_rate is None else config.final_learning_rate
     rate = config.learning_rate + spent * (final - config.learning_rate)
     return rate * (min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0)
-
-
-def _optimizer(parameters: Iterable[torch.Tensor], config: TrainingConfig) -> torch.optim.AdamW:
-    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.adam_epsilon}
-    settings |= {"weight_decay": config.weight_decay, "fused": True}
-    if config.moments == "float32" and not config.offload_optimizer:
-        return torch.optim.AdamW(parameters, **settings)
-    return StoredAdamW(parameters, kind=config.moments, offload=config.offload_optimizer, **settings)
 
 
 class Trainer:
@@ -112,7 +104,7 @@ class Trainer:
         self.faults: FaultFolder | None = None
         self._config = config
         self._parameters = {name: p for name, p in self._published.items() if p.requires_grad}
-        self._optimizer = _optimizer(self._parameters.values(), config)
+        self._optimizer = make_optimizer(self._parameters.values(), config)
         self._unpublished = False
         self._updates_at = {0: 0}  # version -> optimizer updates made when it was published, ascending
         self._skipped_in_row = 0
