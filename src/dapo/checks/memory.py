@@ -5,7 +5,8 @@ layers L, widths h (hidden), q (all query heads) and m (MLP), k = 2 x key heads 
 values, vocabulary V, t tokens of a micro-batch:
 
 =============  ====================================================================================================
-weights        4 A (float32 masters) + b (P - A) (frozen)
+weights        4 A (float32 masters) + b (P - A) (frozen); with model.lora.base=nf4 half a byte and a scale of b for 64
+               where it is linear layers
 gradients      4 A
 Adam           8 A (two moments), with training.moments=int8 2.06 A; with training.offload_optimizer a GPU has only
                those of a part of a tensor at a time, and of 8 bits such a part in float32, too
@@ -14,7 +15,8 @@ engine         b A (its own copy; what is frozen it shares), vLLM: b P, which a 
 reference      4 A, if the KL to the initial policy is asked for, and it is a copy (algorithm.kl.reference)
 critic         8 P and its moments, if algorithm.kind is ppo and the critic has a backbone of its own, of the policy's
                size supposed
-casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
+casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more; of the
+               largest matrix in 4 bits its codes and numbers, wide
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those sampled ahead)
                sequences of at most T tokens (prompt and response), the former in any case with runtime.deterministic;
                on a GPU no more than rollout.cache_gib
@@ -67,6 +69,7 @@ from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
 from dapo.model.loading import cached_numbers, check_supported, key_value_heads, read_config
+from dapo.model.nf4 import numbers
 from dapo.training.lora import shape_of
 from dapo.training.moments import PART, moment_bytes
 from dapo.util.memory import free_memory
@@ -143,18 +146,20 @@ def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: i
     """See the module for the formulas. ``shape``: a model of the run's architecture, with its adapter if it trains one,
     on any device; only shapes and the config are looked at. ``ranks``: GPUs that share the training."""
     training = config.training
-    every = sum(p.numel() for p in shape.parameters())  # tied embeddings, in two places, count once
     trained, width = trained_of(shape), _width(config)
+    # tied embeddings, in two places, count once; codes of 4 bits are two in a byte
+    frozen = sum(p.numel() * (width if p.is_floating_point() else 1) for p in shape.parameters()) - width * trained
+    widened = 2 * (width + 2) * max((p.numel() for p in shape.parameters() if not p.is_floating_point()), default=0)
     held = trained if has_adapter(shape) else -(-trained // ranks)
     tokens = min(training.tokens_per_micro_batch, max(_longest(config), _update_tokens(config) // ranks))
     offloaded, narrow = on_gpu and training.offload_optimizer, training.moments == "int8"
     adam = _moments(config, shape) * held // max(1, trained)
     part = min(held, PART, max(parameter.numel() for parameter in changing_parameters(shape).values()))
     memory = Memory(
-        weights=4 * held + width * (every - trained),
+        weights=4 * held + frozen,
         gradients=4 * held,
         adam=0 if offloaded else adam,
-        casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
+        casts=widened + (_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape)),
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=_head(shape, tokens, on_gpu, width),
         at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
@@ -188,7 +193,7 @@ def _with_engine(memory: Memory, config: Config, shape: Any, on_gpu: bool, ranks
         cache = int(rollout.cache_gib * GIB) if rollout.engine == "vllm" else min(cache, int(rollout.cache_gib * GIB))
     stays = on_gpu and config.cache_stays
     apart = rollout.device not in (None, *(("cuda", "cuda:0") if on_gpu else ("cpu",)))
-    algorithm, every = config.algorithm, sum(p.numel() for p in shape.parameters())
+    algorithm, every = config.algorithm, sum(map(numbers, shape.parameters()))
     vllm = 0 if apart or rollout.engine != "vllm" else width * every
     own_critic = algorithm.kind == "ppo" and not algorithm.critic.share_backbone
     second = bool(config.ahead) and config.evaluation.while_sampling == "copy"
