@@ -58,7 +58,7 @@ def test_the_numbers_are_those_of_the_paper() -> None:
 
 
 def test_each_number_becomes_the_nearest_one_of_its_block() -> None:
-    """Of 2: 0.045 lies nearer to 0.0796 than to 0, 0.035 does not; -0.85 is nearer to -1 than to -0.696, -0.8 is not."""
+    """Of 2: 0.045 lies nearer to 0.0796 than to 0, 0.035 does not; -0.85 is nearer to -1 than to -0.7, -0.8 is not."""
     weight = torch.zeros(2, 128)
     weight[0, :5] = torch.tensor([2.0, 0.09, 0.07, -1.7, -1.6])
     weight[1, 64:] = torch.linspace(-0.5, 0.5, 64)
