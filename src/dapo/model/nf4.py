@@ -104,8 +104,10 @@ def narrow_base(model: Any) -> Any:
             f"model.lora.base: nf4 is for linear layers with a multiple of {BLOCK} inputs, of which "
             f"{model.config.model_type} has none; use base=full"
         )
-    for owner, name, linear in found:
+    while found:  # which lets go of each wide layer when its narrow one is there
+        owner, name, linear = found.pop()
         setattr(owner, name, NF4Linear(linear))
+        del linear
     return model
 
 
