@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from training_cases import SHAPE, make_inputs, packed, random_groups
 
@@ -82,6 +84,27 @@ def test_gradients_are_those_of_the_widened_weights() -> None:
         (found**2).sum().backward()
     torch.testing.assert_close(layer(one), plain(other))
     torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "aot_eager_decomp_partition"])
+def test_no_wide_weights_are_kept_for_the_backward_pass(backend: str | None) -> None:
+    """The compiler's own choice would be to keep those of all layers."""
+    layers = nn.Sequential(NF4Linear(nn.Linear(256, 512)), nn.SiLU(), NF4Linear(nn.Linear(512, 256)))
+    plain = copy.deepcopy(layers)
+    kept: list[torch.Tensor] = []
+    if backend:
+        torch._dynamo.reset()
+        layers.compile(dynamic=True, fullgraph=True, backend=backend)
+    one, other = (torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        found = layers(one)
+    (found**2).sum().backward()
+    (plain(other) ** 2).sum().backward()
+    torch.testing.assert_close(one.grad, other.grad)
+    assert {tuple(t.shape) for t in kept if t.numel() > 5 * 512} == {(512, 128), (256, 256)}
+    assert all(t.dtype == torch.uint8 for t in kept if t.numel() > 5 * 512), "nothing but the codes"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

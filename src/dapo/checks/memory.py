@@ -101,6 +101,8 @@ class Memory:
     """Adam's moments in float32 for the time of their step, after the backward pass, if they rest otherwise."""
     host: int = 0
     """Adam's moments and the weights of a vLLM asleep in the host's memory, where that is another one."""
+    loading: int = 0
+    """A base as its file has it, before it is put into 4 bits, if there is nothing else yet."""
     cache_that_stays: int = 0
     """The engine's on a GPU that it shares, if updates do not take turns with it."""
 
@@ -113,9 +115,9 @@ class Memory:
         if on_gpu:
             passes = self.casts + self.activations + max(self.logits, self.at_work)
             update = self.gradients + max(passes, self.streamed)
-            return self.lasting + max(update, self.cache + self.decoding)
+            return max(self.loading, self.lasting + max(update, self.cache + self.decoding))
         parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
-        return int(_HOLES * (parts + max(self.logits, self.decoding, self.streamed)))
+        return int(_HOLES * max(self.loading, parts + max(self.logits, self.decoding, self.streamed)))
 
     def parts(self) -> dict[str, int]:
         """Those of the device's memory, by name."""
@@ -149,6 +151,7 @@ def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: i
     trained, width = trained_of(shape), _width(config)
     # tied embeddings, in two places, count once; codes of 4 bits are two in a byte
     frozen = sum(p.numel() * (width if p.is_floating_point() else 1) for p in shape.parameters()) - width * trained
+    every = sum(map(numbers, shape.parameters()))
     widened = 2 * (width + 2) * max((p.numel() for p in shape.parameters() if not p.is_floating_point()), default=0)
     held = trained if has_adapter(shape) else -(-trained // ranks)
     tokens = min(training.tokens_per_micro_batch, max(_longest(config), _update_tokens(config) // ranks))
@@ -163,6 +166,7 @@ def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: i
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=_head(shape, tokens, on_gpu, width),
         at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
+        loading=width * every if widened else 0,
         streamed=(24 if narrow else 8) * part if offloaded or narrow else 0,
         host=adam * offloaded,
     )

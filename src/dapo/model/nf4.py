@@ -44,23 +44,37 @@ class NF4Linear(nn.Module):
         self.register_buffer("pairs", torch.cartesian_prod(table, table).to(scales.dtype), persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Product.apply(inputs, self.codes, self.scales, self.pairs)
+        found: torch.Tensor = product(inputs.to(self.scales.dtype), self.codes, self.scales, self.pairs, False)
         return found if self.bias is None else found + self.bias.to(found.dtype)
 
 
-class _Product(torch.autograd.Function):
-    """``inputs @ weight.T``; the wide weights are made again in the backward pass, not kept."""
+@torch.library.custom_op("dapo::nf4_product", mutates_args=())
+def product(
+    inputs: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    """``inputs @ weight.T``, or ``inputs @ weight``, as one operation that the compiler does not look into: it would
+    keep the wide weights of all layers for the backward pass, in which they are to be made again."""
+    weight = widened(codes, scales, pairs)
+    return inputs @ weight if transposed else functional.linear(inputs, weight)
 
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, *base: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*base)
-        ctx.dtype, weight = inputs.dtype, widened(*base)
-        return functional.linear(inputs.to(weight.dtype), weight)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        weight = widened(*ctx.saved_tensors)
-        return (gradient.to(weight.dtype) @ weight).to(ctx.dtype), None, None, None
+@product.register_fake
+def _(
+    inputs: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    return inputs.new_empty(*inputs.shape[:-1], 2 * codes.shape[1] if transposed else codes.shape[0])
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, *base, ctx.transposed = inputs
+    ctx.save_for_backward(*base)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return product(gradient.contiguous(), *ctx.saved_tensors, not ctx.transposed), None, None, None, None
+
+
+product.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
