@@ -98,6 +98,10 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def widened(codes: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     """The weights that :func:`quantise` left, in the type of the scales. ``pairs``: the two numbers of each byte."""
+    if codes.is_cuda:
+        from dapo.model.nf4_kernel import widen
+
+        return widen(codes, scales, pairs)
     values = functional.embedding(codes.int(), pairs).view(*scales.shape, BLOCK)
     return (values * scales[..., None]).view(codes.shape[0], -1)
 
