@@ -5,18 +5,15 @@ layers L, widths h (hidden), q (all query heads) and m (MLP), k = 2 x key heads 
 values, vocabulary V, t tokens of a micro-batch:
 
 =============  ====================================================================================================
-weights        4 A (float32 masters) + b (P - A) (frozen); with model.lora.base=nf4 half a byte and a scale of b for 64
-               where it is linear layers
+weights        4 A (float32 masters) + b (P - A) (frozen; 1/2 + b / 64 in linear layers with model.lora.base=nf4)
 gradients      4 A
-Adam           8 A (two moments), with training.moments=int8 2.06 A; with training.offload_optimizer a GPU has only
-               those of a part of a tensor at a time, and of 8 bits such a part in float32, too
+Adam           8 A (two moments), or 2.06 A (training.moments=int8); a GPU none with training.offload_optimizer
+streamed       8 of 2^24 numbers of A at a time, where moments do not lie on the GPU in float32; of 8 bits 24
 engine         b A (its own copy; what is frozen it shares), vLLM: b P, which a shared GPU holds while it wakes, and the
                host's memory while it sleeps; b A more if evaluations beside the sampling have an engine of theirs
 reference      4 A, if the KL to the initial policy is asked for, and it is a copy (algorithm.kl.reference)
-critic         8 P and its moments, if algorithm.kind is ppo and the critic has a backbone of its own, of the policy's
-               size supposed
-casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more; of the
-               largest matrix in 4 bits its codes and numbers, wide
+critic         8 P and moments, if algorithm.kind is ppo and it has a backbone of its own, supposed of the policy's size
+casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those sampled ahead)
                sequences of at most T tokens (prompt and response), the former in any case with runtime.deterministic;
                on a GPU no more than rollout.cache_gib
@@ -25,7 +22,7 @@ activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backw
                GPU, compiled: t L (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b if the
                embedding is frozen, else 4)
                With training.activation_checkpointing the inputs of all layers, t L r h, and in place of L one layer
-at work        GPU: one layer more, in the backward pass
+at work        GPU: one layer more, in the backward pass; with nf4 its largest matrix, wide
 logits         in the output head, c rows at a time, at most t and as many as ``model.head.chunk_rows`` says (CPU 1,024,
                GPU 2^30 / V, at most 8,192): 3 x 4 V c, on a GPU in bfloat16 6 V c and, if it is trained, 6 V h
                for its copy and its gradient
@@ -102,7 +99,7 @@ class Memory:
     host: int = 0
     """Adam's moments and the weights of a vLLM asleep in the host's memory, where that is another one."""
     loading: int = 0
-    """A base as its file has it, before it is put into 4 bits, if there is nothing else yet."""
+    """A base before it is put into 4 bits, when there is nothing else yet."""
     cache_that_stays: int = 0
     """The engine's on a GPU that it shares, if updates do not take turns with it."""
 
@@ -137,11 +134,8 @@ def trained_of(shape: Any) -> int:
 
 def checkpoint_bytes(config: AnyConfig, shape: Any) -> int:
     """Of one checkpoint: float32 weights and the optimizer's two moments of what is trained."""
-    return 4 * trained_of(shape) + _moments(config, shape)
-
-
-def _moments(config: AnyConfig, shape: Any) -> int:
-    return sum(moment_bytes(p.numel(), config.training.moments) for p in changing_parameters(shape).values())
+    kind, trained = config.training.moments, changing_parameters(shape).values()
+    return sum(4 * parameter.numel() + moment_bytes(parameter.numel(), kind) for parameter in trained)
 
 
 def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: int = 1) -> Memory:
@@ -149,25 +143,23 @@ def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: i
     on any device; only shapes and the config are looked at. ``ranks``: GPUs that share the training."""
     training = config.training
     trained, width = trained_of(shape), _width(config)
-    # tied embeddings, in two places, count once; codes of 4 bits are two in a byte
+    every = sum(map(numbers, shape.parameters()))  # tied embeddings, in two places, count once
     frozen = sum(p.numel() * (width if p.is_floating_point() else 1) for p in shape.parameters()) - width * trained
-    every = sum(map(numbers, shape.parameters()))
-    widened = 2 * (width + 2) * max((p.numel() for p in shape.parameters() if not p.is_floating_point()), default=0)
+    wide = width * max((numbers(p) for p in shape.parameters() if not p.is_floating_point()), default=0)
     held = trained if has_adapter(shape) else -(-trained // ranks)
     tokens = min(training.tokens_per_micro_batch, max(_longest(config), _update_tokens(config) // ranks))
     offloaded, narrow = on_gpu and training.offload_optimizer, training.moments == "int8"
-    adam = _moments(config, shape) * held // max(1, trained)
-    part = min(held, PART, max(parameter.numel() for parameter in changing_parameters(shape).values()))
+    adam = (checkpoint_bytes(config, shape) - 4 * trained) * held // trained
     memory = Memory(
         weights=4 * held + frozen,
         gradients=4 * held,
         adam=0 if offloaded else adam,
-        casts=widened + (_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape)),
+        casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=_head(shape, tokens, on_gpu, width),
-        at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
-        loading=width * every if widened else 0,
-        streamed=(24 if narrow else 8) * part if offloaded or narrow else 0,
+        at_work=int(tokens * _layer(config, shape, on_gpu)) + wide if on_gpu else 0,
+        loading=width * every if wide else 0,
+        streamed=(24 if narrow else 8) * min(held, PART) if offloaded or narrow else 0,
         host=adam * offloaded,
     )
     return memory if isinstance(config, StageConfig) else _with_engine(memory, config, shape, on_gpu, ranks)
@@ -205,7 +197,7 @@ def _with_engine(memory: Memory, config: Config, shape: Any, on_gpu: bool, ranks
         memory,
         engine=0 if apart else (vllm or width * trained) + second * width * trained,
         reference=0 if algorithm.kl.mode == "off" or algorithm.kl.reference != "copy" else memory.gradients,
-        critic=8 * every + _moments(config, shape) * every // trained if own_critic else 0,
+        critic=4 * every + checkpoint_bytes(config, shape) * every // trained if own_critic else 0,
         cache=0 if apart or stays else cache,
         decoding=0 if apart else 8 * text.vocab_size * rows,
         host=memory.host + vllm * (on_gpu and not config.cache_stays),
