@@ -171,7 +171,11 @@ def run_lora(folder: Path, base: Path, changes: dict[str, Any], **inputs: Any) -
 @pytest.mark.parametrize("kind", ["full", "nf4"])
 def test_a_run_trains_an_adapter_that_peft_loads(base: Path, tmp_path: Path, kind: str) -> None:
     listener = Recorder()
-    changes = {"model.lora.base": kind} | {"algorithm.kl.mode": "loss", "training.offload_optimizer": True, "run.save_every": 2}
+    changes = {"model.lora.base": kind} | {
+        "algorithm.kl.mode": "loss",
+        "training.offload_optimizer": True,
+        "run.save_every": 2,
+    }
     run_lora(tmp_path / "run", base, changes, listener=listener)
     steps = steps_of(tmp_path / "run")
     assert all(step["mismatch/mean"] < 1e-4 for step in steps), "the engine's log-probabilities are the trainer's"

@@ -10,6 +10,7 @@ import typer
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Overrides, Recipe
 from dapo.commands.shared.output import print_json, print_lines
+from dapo.model.nf4 import numbers
 
 if TYPE_CHECKING:
     from dapo.plan.estimate import Assumed
@@ -91,7 +92,7 @@ def planned(config: Any, cluster: str, assumed: Assumed, price: float | None = N
     unknown = ["evaluations are not in it, as it is not known how many rows they have"] if evaluations is None else []
     return {
         "model": name,
-        "parameters": sum(p.numel() for p in estimate.shape.parameters()),
+        "parameters": sum(map(numbers, estimate.shape.parameters())),
         "cluster": {"hosts": where.hosts, "gpus_of_each": where.gpus, "card": where.name},
         "fits": estimate.fits,
         "gpu_gib": _gib(parts | {"needed at once": estimate.needed(), "usable": estimate.usable}),
