@@ -116,7 +116,12 @@ def narrow_base(model: Any) -> Any:
             "weights); give model.lora.rank, such as 16, or use base=full"
         )
     owners = [owner for owner in decoder_layers(model).modules() if not isinstance(owner, nn.ModuleDict)]  # PEFT's own
-    found = [(owner, *part) for owner in owners for part in owner.named_children() if _fits(part[1])]
+    found = [
+        (owner, name, part)
+        for owner in owners
+        for name, part in owner.named_children()
+        if isinstance(part, nn.Linear) and part.in_features % BLOCK == 0
+    ]
     if not found:
         raise ModelError(
             f"model.lora.base: nf4 is for linear layers with a multiple of {BLOCK} inputs, of which "
@@ -127,10 +132,6 @@ def narrow_base(model: Any) -> Any:
         setattr(owner, name, NF4Linear(linear))
         del linear
     return model
-
-
-def _fits(part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear) and part.in_features % BLOCK == 0
 
 
 def numbers(parameter: torch.Tensor) -> int:

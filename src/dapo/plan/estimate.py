@@ -207,7 +207,7 @@ class Estimate:
         if apart(config):
             return
         trains_one = has_adapter(self.shape)
-        native = isinstance(config, StageConfig) or config.rollout.engine == "native"
+        native = not hasattr(config, "rollout") or config.rollout.engine == "native"
         lora = config.model.lora if trains_one else config.model.lora.model_copy(update={"rank": 16})
         for base in ["full"] * (not trains_one) + ["nf4"] * (native and lora.base == "full"):
             small = with_values(config, {"model.lora": lora.model_copy(update={"base": base})})
