@@ -10,6 +10,8 @@ import torch
 from training_cases import SHAPE, make_inputs, make_trainer, packed, random_groups, weights_of
 
 from dapo.algorithm.objective import DapoObjective
+from dapo.errors import UserError
+from dapo.training.checkpoint import load_optimizer, load_tensors
 from dapo.training.moments import StoredAdamW, decode, encode, moment_bytes
 from dapo.training.snapshot import expected_bytes, load_snapshot, snapshot, snapshot_bytes, write_snapshot
 from helpers import random_model
@@ -122,6 +124,10 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(tmp_path: Path, offload: boo
         update(whole, step)
         update(other, step)
     assert torch.equal(weights_of(whole), weights_of(other))
+    tensors, counters = load_tensors(tmp_path / "optimizer")
+    name = next(name for name in tensors if name.endswith("exp_avg_scale"))
+    with pytest.raises(UserError, match=f"no parameter fits {name}"):
+        load_optimizer(other._optimizer, other._parameters, tmp_path, tensors | {name: tensors[name][1:]}, counters)
 
 
 @pytest.mark.gpu

@@ -290,7 +290,8 @@ class Estimate:
         passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off") + ppo
         forward, both = self.operations()
         both += (both if self.critics else forward) * ppo
-        moments = self.memory().host * config.updates_per_step if config.training.offload_optimizer else 0.0
+        moments = (checkpoint_bytes(config, self.shape) - 4 * trained) / self.ranks * config.updates_per_step
+        moments = moments if config.training.offload_optimizer else 0.0
         by_store = by_ray and config.runtime.sync == "objects"
         moved = 2 * trained / STORE if by_store else self.cluster.exchange(2 * trained)
         found = {

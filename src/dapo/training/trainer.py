@@ -241,8 +241,8 @@ class Trainer:
         if getattr(self._optimizer, "torn", False):
             raise UserError(
                 "an update failed when it had changed some of the weights and not the others (with "
-                "training.offload_optimizer they change part by part), so they are of no use. What to try: go on from "
-                "the last checkpoint with more free memory, on the device and in the host"
+                "training.offload_optimizer or training.moments=int8 they change part by part), so they are of no use. "
+                "What to try: go on from the last checkpoint with more free memory, on the device and in the host"
             )
         weights: list[torch.Tensor] = list(self._parameters.values())
         # At the memory's speed: a large tensor by itself, all small ones in one pass, and one look at the device. A
