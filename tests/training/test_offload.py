@@ -35,13 +35,13 @@ def steps(optimizer: torch.optim.Optimizer, values: list[torch.nn.Parameter], co
 def same_numbers(device: str) -> None:
     plain, ours = parameters(device), parameters(device)
     theirs = torch.optim.AdamW(plain, **SETTINGS)
-    offloaded = StoredAdamW(ours, offload=True, part=1000, **SETTINGS)
+    offloaded = StoredAdamW(ours, offload=True, part=1024, **SETTINGS)
     steps(theirs, plain, 3)
     steps(offloaded, ours, 3)
     for number, (one, other) in enumerate(zip(plain, ours, strict=True)):
         assert torch.equal(one, other), number
     assert {t.device.type for s in offloaded.state.values() for n, t in s.items() if n != "step"} == {"cpu"}
-    resumed = StoredAdamW(ours, offload=True, part=100, **SETTINGS)  # other parts
+    resumed = StoredAdamW(ours, offload=True, part=128, **SETTINGS)  # other parts
     resumed.load_state_dict(offloaded.state_dict())
     steps(theirs, plain, 2, seed=1)
     steps(resumed, ours, 2, seed=1)
@@ -75,7 +75,7 @@ def test_a_gpu_holds_the_moments_of_one_part() -> None:
 
 
 def test_a_trainer_learns_and_goes_on_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo.training.moments.StoredAdamW", partial(StoredAdamW, part=1000))
+    monkeypatch.setattr("dapo.training.moments.StoredAdamW", partial(StoredAdamW, part=1024))
     batch = packed(random_groups(SHAPE))
     inputs = make_inputs(batch)
     plain, ours = make_trainer(), make_trainer(offload_optimizer=True)
@@ -96,22 +96,26 @@ def test_a_trainer_learns_and_goes_on_as_without(tmp_path: Path, monkeypatch: py
     assert resumed.learning_rate == plain.learning_rate
 
 
-def test_the_largest_tensor_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If memory lacks for a part of it, nothing has moved."""
-    given = [torch.nn.Parameter(torch.ones(size)) for size in (3, 2, 9, 4)]
-    optimizer = StoredAdamW(given, offload=True, part=5, **SETTINGS)
-    moved: list[tuple[int, int]] = []
-    monkeypatch.setattr(StoredAdamW, "_move", lambda self, p, start, *rest: moved.append((p.numel(), start)))
+def test_parts_are_cut_where_blocks_end_and_the_first_is_as_large_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 numbers at most: 3 and 128 of the 300 (not 253), 172 and 84 that are whole, and 256, 128 of the 384."""
+    given = [torch.nn.Parameter(torch.ones(size)) for size in (3, 300, 84, 384)]
+    optimizer = StoredAdamW(given, offload=True, part=256, **SETTINGS)
+    moved: list[list[tuple[int, int, int]]] = []
+    monkeypatch.setattr(
+        StoredAdamW,
+        "_move",
+        lambda self, part, *_: moved.append([(p.numel(), here.start, here.stop) for p, here in part]),
+    )
     for parameter in given:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert moved == [(9, 0), (9, 5), (4, 0), (3, 0), (2, 0)]
+    assert moved == [[(3, 0, 3), (300, 0, 128)], [(300, 128, 300), (84, 0, 84)], [(384, 0, 256)], [(384, 256, 384)]]
 
 
 def test_half_an_update_is_not_saved_and_a_failure_before_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when memory runs out between two parts."""
 
-    monkeypatch.setattr("dapo.training.moments.StoredAdamW", partial(StoredAdamW, part=1000))
+    monkeypatch.setattr("dapo.training.moments.StoredAdamW", partial(StoredAdamW, part=1024))
     trainer = make_trainer(offload_optimizer=True)
     batch = packed(random_groups(SHAPE))
     left = [0]

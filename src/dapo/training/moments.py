@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.adamw import adamw
 
 from dapo.config import TrainingConfig
 
 PART = 2**24
-"""Numbers of a tensor whose moments are float32 on the device at a time: 128 MiB of them."""
+"""Numbers whose moments are float32 on the device at a time: 128 MiB of them."""
 BLOCK = 128
 """Numbers in 8 bits that share a scale."""
 _SMALL = 4096
+Part = list[tuple[torch.Tensor, slice]]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHIFT = 20
 """Bits of a float32's mantissa that 8 bits have no room for; three are kept, which is a step of 6 to 12%."""
@@ -42,7 +42,7 @@ def make_optimizer(parameters: Iterable[torch.Tensor], config: TrainingConfig) -
 
 
 class StoredAdamW(torch.optim.AdamW):
-    """The numbers of ``torch.optim.AdamW``, made by its own code, part by part; ``int8`` rounds the moments after it.
+    """The numbers of ``torch.optim.AdamW``, made by its own kernel, part by part; ``int8`` rounds the moments after it.
 
     For parameters on CUDA that are offloaded the moments lie in pinned memory; on a CPU they stay where they are.
 
@@ -73,29 +73,25 @@ class StoredAdamW(torch.optim.AdamW):
         Memory may run out between two parts; then it is ``torn``.
         """
         (group,) = self.param_groups
-        # the largest first: if memory does not suffice, nothing has been changed yet
-        moving = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: -p.numel())
+        moving = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in moving:
             if not self.state.get(parameter):
                 self.state[parameter] = self._first(parameter)
         # of the step, so that a run that goes on rounds as one that never stopped
-        noise = {device: torch.Generator(device) for device in {p.device for p in moving}}
-        for generator in noise.values():
-            generator.manual_seed(self._steps + 1)
+        noise = torch.Generator(moving[0].device if moving else "cpu").manual_seed(self._steps + 1)
         begun = False
         try:
-            for parameter in moving:
-                for start in range(0, parameter.numel(), self._part):
-                    self._move(parameter, start, group, noise[parameter.device])
-                    begun = True
-                self.state[parameter]["step"] += 1
+            for part in self._parts(moving):
+                self._move(part, group, noise)
+                begun = True
+            if begun:
+                torch._foreach_add_([self.state[parameter]["step"] for parameter in moving], 1)
             begun = False
         finally:
             self.torn = self.torn or begun
         self._steps += 1
-        if self._offload:
-            for device in {p.device for p in moving if p.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()  # whoever reads the moments now does so on the host
+        if self._offload and noise.device.type == "cuda":
+            torch.cuda.current_stream(noise.device).synchronize()  # whoever reads the moments now does so on the host
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue with the moments of ``state_dict``, of which nothing but ``state`` is looked at: the settings stay.
@@ -124,48 +120,71 @@ class StoredAdamW(torch.optim.AdamW):
         found = torch.empty(value.shape, dtype=value.dtype, **where)
         return found.zero_() if value.is_meta else found.copy_(value)
 
-    def _move(self, parameter: torch.Tensor, start: int, group: Mapping[str, Any], noise: torch.Generator) -> None:
-        """The step of the numbers from ``start`` on."""
-        state, here = self.state[parameter], slice(start, start + self._part)
-        moments = {name: _fetch(state, name, here, parameter.device) for name in _MOMENTS}
-        adamw(
-            [parameter.view(-1)[here]],
-            [parameter.grad.reshape(-1)[here]],  # type: ignore[union-attr]
-            [moments["exp_avg"]],
-            [moments["exp_avg_sq"]],
+    def _parts(self, moving: list[torch.Tensor]) -> Iterator[Part]:
+        """Tensors of one kind together, as far as they go into a part, and cut where blocks end. The first part is as
+        large as any: if memory does not suffice, nothing has been changed yet."""
+        part: Part = []
+        for narrow in (True, False):
+            room = self._part
+            for parameter in moving:
+                start, end = 0, parameter.numel()
+                while start < end and narrow == (self.state[parameter]["exp_avg"].dtype == torch.uint8):
+                    stop = end if end - start <= room else start + room // BLOCK * BLOCK
+                    if stop > start:
+                        part.append((parameter, slice(start, stop)))
+                    start, room = stop, room - (stop - start)
+                    if start < end:
+                        yield part
+                        part, room = [], self._part
+            if part:
+                yield part
+                part = []
+
+    def _move(self, part: Part, group: Mapping[str, Any], noise: torch.Generator) -> None:
+        moments = [_Moment(name, [(self.state[p], here) for p, here in part], noise) for name in _MOMENTS]
+        torch._fused_adamw_(
+            [parameter.view(-1)[here] for parameter, here in part],
+            [parameter.grad.reshape(-1)[here] for parameter, here in part],  # type: ignore[union-attr]
+            *(moment.values for moment in moments),
             [],
-            [state["step"].clone()],  # which it counts up, and there may be more parts
-            fused=True,
+            torch._foreach_add([self.state[parameter]["step"] for parameter, _ in part], 1),
             amsgrad=False,
             maximize=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             **{name: group[name] for name in ("lr", "weight_decay", "eps")},
         )
-        for name, moment in moments.items():
-            _put_back(state, name, here, moment, noise)
+        for moment in moments:
+            moment.put_back()
 
 
-def _fetch(state: Mapping[str, torch.Tensor], name: str, here: slice, device: torch.device) -> torch.Tensor:
-    rests = state[name].view(-1)[here].to(device, non_blocking=True)
-    if rests.dtype != torch.uint8:
-        return rests
-    return decode(rests, _scales(state, name, here).to(device, non_blocking=True), name == "exp_avg")
+class _Moment:
+    """One of the two, of a part of the parameters: where it rests, and in float32 on the device.
 
+    Tensors in 8 bits are widened and narrowed all at once, as most are too small to keep a GPU at work."""
 
-def _put_back(
-    state: Mapping[str, torch.Tensor], name: str, here: slice, moment: torch.Tensor, noise: torch.Generator
-) -> None:
-    rests = state[name].view(-1)[here]
-    if rests.dtype == torch.uint8:
-        moment, scales = encode(moment, name == "exp_avg", noise)
-        _scales(state, name, here).copy_(scales, non_blocking=True)
-    if moment.data_ptr() != rests.data_ptr():
-        rests.copy_(moment, non_blocking=True)
+    def __init__(
+        self, name: str, states: list[tuple[Mapping[str, torch.Tensor], slice]], noise: torch.Generator
+    ) -> None:
+        self._signed, self._noise = name == _MOMENTS[0], noise
+        self._rests = [state[name].view(-1)[here] for state, here in states]
+        self._narrow = self._rests[0].dtype == torch.uint8
+        self.values = [rest.to(noise.device, non_blocking=True) for rest in self._rests]
+        if self._narrow:
+            scales = [(state[f"{name}_scale"], here) for state, here in states]
+            self._scales = [scale[here.start // BLOCK : here.stop // BLOCK] for scale, here in scales]
+            found = [scale.to(noise.device, non_blocking=True) for scale in self._scales]
+            self._all = decode(torch.cat(self.values), torch.cat(found), self._signed)
+            self.values = list(self._all.split([rest.numel() for rest in self._rests]))
 
-
-def _scales(state: Mapping[str, torch.Tensor], name: str, here: slice) -> torch.Tensor:
-    return state[f"{name}_scale"][here.start // BLOCK : here.stop // BLOCK]
+    def put_back(self) -> None:
+        if self._narrow:
+            codes, scales = encode(self._all, self._signed, self._noise)
+            self.values = list(codes.split([rest.numel() for rest in self._rests]))
+            found = scales.split([scale.numel() for scale in self._scales])
+            torch._foreach_copy_(self._scales, list(found), non_blocking=True)
+        if self.values[0].data_ptr() != self._rests[0].data_ptr():
+            torch._foreach_copy_(self._rests, self.values, non_blocking=True)
 
 
 def encode(values: torch.Tensor, signed: bool, noise: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
