@@ -10,7 +10,6 @@ import typer
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Overrides, Recipe
 from dapo.commands.shared.output import print_json, print_lines
-from dapo.model.nf4 import numbers
 
 if TYPE_CHECKING:
     from dapo.plan.estimate import Assumed
@@ -77,6 +76,7 @@ def plan(
 def planned(config: Any, cluster: str, assumed: Assumed, price: float | None = None) -> dict[str, Any]:
     """All numbers, sizes in GiB. Raises ConfigError: no such cluster; ModelError: no such model."""
     from dapo.config.stages import StageConfig
+    from dapo.model.nf4 import numbers
     from dapo.plan.estimate import Estimate, estimate_for
     from dapo.plan.stage import StageEstimate
 
