@@ -141,21 +141,24 @@ class StoredAdamW(torch.optim.AdamW):
                 part = []
 
     def _move(self, part: Part, group: Mapping[str, Any], noise: torch.Generator) -> None:
-        moments = [_Moment(name, [(self.state[p], here) for p, here in part], noise) for name in _MOMENTS]
+        first, second = (_Moment(name, [(self.state[p], here) for p, here in part], noise) for name in _MOMENTS)
         torch._fused_adamw_(
             [parameter.view(-1)[here] for parameter, here in part],
             [parameter.grad.reshape(-1)[here] for parameter, here in part],  # type: ignore[union-attr]
-            *(moment.values for moment in moments),
+            first.values,
+            second.values,
             [],
             torch._foreach_add([self.state[parameter]["step"] for parameter, _ in part], 1),
             amsgrad=False,
             maximize=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
         )
-        for moment in moments:
-            moment.put_back()
+        first.put_back()
+        second.put_back()
 
 
 class _Moment:
@@ -175,13 +178,13 @@ class _Moment:
             self._scales = [scale[here.start // BLOCK : here.stop // BLOCK] for scale, here in scales]
             found = [scale.to(noise.device, non_blocking=True) for scale in self._scales]
             self._all = decode(torch.cat(self.values), torch.cat(found), self._signed)
-            self.values = list(self._all.split([rest.numel() for rest in self._rests]))
+            self.values = list(torch.split(self._all, [rest.numel() for rest in self._rests]))
 
     def put_back(self) -> None:
         if self._narrow:
             codes, scales = encode(self._all, self._signed, self._noise)
-            self.values = list(codes.split([rest.numel() for rest in self._rests]))
-            found = scales.split([scale.numel() for scale in self._scales])
+            self.values = list(torch.split(codes, [rest.numel() for rest in self._rests]))
+            found = torch.split(scales, [scale.numel() for scale in self._scales])
             torch._foreach_copy_(self._scales, list(found), non_blocking=True)
         if self.values[0].data_ptr() != self._rests[0].data_ptr():
             torch._foreach_copy_(self._rests, self.values, non_blocking=True)
