@@ -40,7 +40,7 @@ def config_of(keys: dict[str, Any]) -> Config:
         (RAY | {"runtime.learner.cpu_offload": True}, "runtime.learner.cpu_offload: is for a sharded model"),
         (
             {"model.path": "m", "rollout.engine": "vllm", "model.lora.base": "nf4"},
-            "model.lora.base: vllm would sample .* engine=native",
+            "model.lora.base: vllm would sample .*engine=native",
         ),
     ],
 )
