@@ -20,6 +20,10 @@ _SHIFT = 20
 """Bits of a float32's mantissa that 8 bits have no room for; three are kept, which is a step of 6 to 12%."""
 _ONE = 0x3F800000 >> _SHIFT
 """The 1.0 of float32 without them: what is largest in a block, and its highest code."""
+_LOWEST = {True: _ONE - 127, False: _ONE - 255}
+"""What code 0 stands for, by whether one of the 8 bits is a sign."""
+_ZERO = 1.125 * 2**-16
+"""The same as a number, which is added to a ratio before it gets a code with a sign, so that 0 has one."""
 
 
 def in_8_bits(numbers: int) -> bool:
@@ -204,26 +208,17 @@ def encode(values: torch.Tensor, signed: bool, noise: torch.Generator) -> tuple[
     scales = blocks.abs().amax(1)
     ratio = blocks.abs().div_(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None])
     if signed:
-        ratio.mul_(1 - _zero(signed)).add_(_zero(signed)).clamp_(max=1.0)
+        ratio.mul_(1 - _ZERO).add_(_ZERO).clamp_(max=1.0)
     bits = ratio.view(torch.int32)
     bits += torch.empty_like(bits).random_(0, 2**_SHIFT, generator=noise)
-    codes = (bits >> _SHIFT).sub_(_lowest(signed)).clamp_(min=0).to(torch.uint8)
+    codes = (bits >> _SHIFT).sub_(_LOWEST[signed]).clamp_(min=0).to(torch.uint8)
     return (codes + (blocks < 0).to(torch.uint8) * 128 if signed else codes).view(-1), scales
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
     """The float32 numbers that :func:`encode` made ``codes`` and ``scales`` of."""
-    levels = (codes & 127 if signed else codes).to(torch.int32).add_(_lowest(signed))
+    levels = (codes & 127 if signed else codes).to(torch.int32).add_(_LOWEST[signed])
     ratio = (levels << _SHIFT).view(torch.float32)
     if signed:
-        ratio = ratio.sub_(_zero(signed)).div_(1 - _zero(signed)).mul_(1 - 2 * (codes >> 7).to(torch.float32))
+        ratio = ratio.sub_(_ZERO).div_(1 - _ZERO).mul_(1 - 2 * (codes >> 7).to(torch.float32))
     return ratio.view(-1, BLOCK).mul_(scales[:, None]).view(-1)
-
-
-def _lowest(signed: bool) -> int:
-    return _ONE - (127 if signed else 255)
-
-
-def _zero(signed: bool) -> float:
-    """The ratio whose code is 0."""
-    return float(torch.tensor(_lowest(signed) << _SHIFT, dtype=torch.int32).view(torch.float32))
