@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from dapo.checks import memory
-from dapo.checks.memory import GIB, Memory, predict_memory, predicted_from
+from dapo.checks.memory import GIB, Memory, checkpoint_bytes, predict_memory, predicted_from
 from dapo.config import Config, build_config, nested
 from dapo.config.reading import with_values
 from dapo.errors import ModelError, UserError
@@ -176,10 +176,41 @@ def test_of_an_adapter_little_is_trained(tmp_path: Path) -> None:
     assert found.casts == 2 * adapter
 
 
-def test_a_tensor_larger_than_a_group_is_streamed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "GROUP_NUMBERS", 1000)
+def test_of_a_tensor_larger_than_a_part_a_part_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PART", 1000)
     found = predict_memory(config(training__offload_optimizer=True), random_model("qwen2", **SHAPE), on_gpu=True)
-    assert found.streamed == 8 * 8192 * 256  # the embedding, which is the largest
+    assert found.streamed == 8 * 1000
+
+
+def test_a_base_in_4_bits_takes_half_a_byte_and_is_shared() -> None:
+    pytest.importorskip("peft")
+    full, narrow = (
+        config(model__compute_dtype="bfloat16", model__lora__rank=8, model__lora__base=base) for base in ("full", "nf4")
+    )
+    shape = random_model("qwen2", **SHAPE)
+    linear = sum(p.numel() for n, p in shape.model.layers.named_parameters() if n.endswith("proj.weight"))
+    one, other = (
+        predict_memory(which, trainable_shape(which.model, shape.config), on_gpu=True) for which in (full, narrow)
+    )
+    assert one.weights - other.weights == 2 * linear - linear // 2 - 2 * linear // 64
+    assert (other.engine, other.gradients, other.adam) == (one.engine, one.gradients, one.adam)
+    assert other.at_work - one.at_work == 2 * 256 * 1024, "the largest matrix, wide"
+    assert other.loading == pytest.approx(
+        2 * sum(p.numel() for p in shape.parameters()) + other.gradients // 2, rel=0.01
+    )
+    assert other.total(on_gpu=True) >= other.loading > one.loading == 0
+
+
+def test_moments_in_8_bits_take_two_bytes_and_a_scale_for_each_block() -> None:
+    shape = random_model("qwen2", **SHAPE)
+    plain, narrow = (predict_memory(config(training__moments=kind), shape, on_gpu=True) for kind in ("float32", "int8"))
+    small = sum(p.numel() for p in shape.parameters() if p.dim() == 1)  # norms and biases
+    wide = plain.adam // 8 - small
+    assert narrow.adam == 8 * small + 2 * wide + 8 * wide // 128
+    assert narrow.streamed == 24 * (small + wide)
+    assert checkpoint_bytes(config(training__moments="int8"), shape) == 4 * (small + wide) + narrow.adam
+    offloaded = predict_memory(config(training__moments="int8", training__offload_optimizer=True), shape, on_gpu=True)
+    assert (offloaded.adam, offloaded.host) == (0, narrow.adam)
 
 
 def test_memory_that_just_does_is_tight_and_a_byte_less_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +232,7 @@ def test_what_offloading_and_checkpointing_save() -> None:
     options = {"model__compute_dtype": "bfloat16", "training__offload_optimizer": True}
     offloaded = predict_memory(config(**options), shape, on_gpu=True)
     assert (plain.adam, offloaded.adam, offloaded.host) == (8 * parameters, 0, 8 * parameters)
-    assert offloaded.streamed == 8 * parameters, "a small model is one group"
+    assert offloaded.streamed == 8 * parameters, "a small model is one part"
     assert predict_memory(config(**options), shape).adam == 8 * parameters, "on a CPU it is the same memory"
     in_layers = sum(p.numel() for p in shape.model.layers.parameters())
     assert plain.casts == 2 * in_layers

@@ -36,7 +36,12 @@ def config_of(keys: dict[str, Any]) -> Config:
             "runtime.sync: is copy, .* with placement=disaggregated by group or objects",
         ),
         (RAY | {"runtime.learner.sharded": True, "model.lora.rank": 4}, "runtime.learner.sharded: an adapter"),
+        (RAY | {"runtime.learner.workers": 2, "training.moments": "int8"}, "sharded=false"),
         (RAY | {"runtime.learner.cpu_offload": True}, "runtime.learner.cpu_offload: is for a sharded model"),
+        (
+            {"model.path": "m", "rollout.engine": "vllm", "model.lora.base": "nf4"},
+            "model.lora.base: vllm would sample .*engine=native",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_would_work(keys: dict[str, Any], said: str) -> None:

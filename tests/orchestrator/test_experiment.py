@@ -351,6 +351,7 @@ TESTED_ELSEWHERE = {
     "training.tokens_per_micro_batch": "must change nothing: tests/training/test_packing_properties.py",
     "training.activation_checkpointing": "must change nothing: tests/training/test_trainer.py",
     "training.offload_optimizer": "must change nothing: tests/training/test_offload.py",
+    "training.moments": "tests/training/test_moments.py",
     "training.minutes": "tests/orchestrator/test_budget.py",
     "training.max_skipped_updates": "test_updates_that_are_not_finite_end_the_run_with_a_checkpoint",
     "training.mismatch_alarm": "test_an_engine_with_other_weights_sets_off_the_alarm",

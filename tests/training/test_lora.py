@@ -168,9 +168,14 @@ def run_lora(folder: Path, base: Path, changes: dict[str, Any], **inputs: Any) -
     return run(folder, LORA | {"model.path": str(base)} | changes, model=None, tokenizer=None, **inputs)
 
 
-def test_a_run_trains_an_adapter_that_peft_loads(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["full", "nf4"])
+def test_a_run_trains_an_adapter_that_peft_loads(base: Path, tmp_path: Path, kind: str) -> None:
     listener = Recorder()
-    changes = {"algorithm.kl.mode": "loss", "training.offload_optimizer": True, "run.save_every": 2}
+    changes = {"model.lora.base": kind} | {
+        "algorithm.kl.mode": "loss",
+        "training.offload_optimizer": True,
+        "run.save_every": 2,
+    }
     run_lora(tmp_path / "run", base, changes, listener=listener)
     steps = steps_of(tmp_path / "run")
     assert all(step["mismatch/mean"] < 1e-4 for step in steps), "the engine's log-probabilities are the trainer's"
@@ -211,8 +216,9 @@ def test_training_goes_on_from_an_adapter(base: Path, tmp_path: Path) -> None:
         load_trainable(after, settings(after, target_modules=["q_proj"]))
 
 
-def test_a_resumed_run_ends_with_the_same_bits(base: Path, tmp_path: Path) -> None:
-    changes = {"model.compute_dtype": "bfloat16"}
+@pytest.mark.parametrize("kind", ["full", "nf4"])
+def test_a_resumed_run_ends_with_the_same_bits(base: Path, tmp_path: Path, kind: str) -> None:
+    changes = {"model.compute_dtype": "bfloat16", "model.lora.base": kind}
     run_lora(tmp_path / "whole", base, changes)
 
     def stop(step: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dapo.model.packed import PackedAttention
 from dapo.records import TokenBatch
 from dapo.training import policy
 from dapo.training.lora import begin_adapter, load_trainable
-from dapo.training.offload import OffloadedAdamW
+from dapo.training.moments import StoredAdamW
 from dapo.training.trainer import Trainer
 from helpers import random_model
 
@@ -120,11 +121,7 @@ def test_an_adapter_trains_compiled_as_it_does_plainly(tmp_path: Path, monkeypat
 def test_moments_on_the_host_give_the_weights_that_those_on_the_gpu_give(
     deterministic: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Cut(OffloadedAdamW):
-        def __init__(self, parameters: Any, **settings: Any) -> None:
-            super().__init__(parameters, group_numbers=200_000, **settings)
-
-    monkeypatch.setattr("dapo.training.trainer.OffloadedAdamW", Cut)
+    monkeypatch.setattr("dapo.training.moments.StoredAdamW", partial(StoredAdamW, part=2**13))
     batch = random_batch()
     inputs = make_inputs(batch, device=DEVICE)
 
@@ -133,7 +130,6 @@ def test_moments_on_the_host_give_the_weights_that_those_on_the_gpu_give(
         return weights_of(trainer)
 
     plain, offloaded = wide_trainer(), wide_trainer(offload_optimizer=True)
-    assert len(offloaded._optimizer.param_groups) > 3
     for _ in range(2):
         assert torch.equal(updated(plain), updated(offloaded))
     state = next(iter(offloaded._optimizer.state.values()))

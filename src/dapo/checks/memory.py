@@ -5,13 +5,14 @@ layers L, widths h (hidden), q (all query heads) and m (MLP), k = 2 x key heads 
 values, vocabulary V, t tokens of a micro-batch:
 
 =============  ====================================================================================================
-weights        4 A (float32 masters) + b (P - A) (frozen)
+weights        4 A (float32 masters) + b (P - A) (frozen; 1/2 + b / 64 in linear layers with model.lora.base=nf4)
 gradients      4 A
-Adam           8 A (two moments); with training.offload_optimizer in a GPU's memory only those of a group at a time
+Adam           8 A (two moments), or 2.06 A (training.moments=int8); a GPU none with training.offload_optimizer
+streamed       8 of 2^24 numbers of A at a time, where moments do not lie on the GPU in float32; of 8 bits 24
 engine         b A (its own copy; what is frozen it shares), vLLM: b P, which a shared GPU holds while it wakes, and the
                host's memory while it sleeps; b A more if evaluations beside the sampling have an engine of theirs
 reference      4 A, if the KL to the initial policy is asked for, and it is a copy (algorithm.kl.reference)
-critic         16 P, if algorithm.kind is ppo and the critic has a backbone of its own, of the policy's size supposed
+critic         8 P and moments, if algorithm.kind is ppo and it has a backbone of its own, supposed of the policy's size
 casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those sampled ahead)
                sequences of at most T tokens (prompt and response), the former in any case with runtime.deterministic;
@@ -21,7 +22,7 @@ activations    CPU: t L (40 h + b (4 m + k)) kept for the backward pass; in bflo
                GPU, compiled: t L (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b if the
                embedding is frozen, else 4)
                With training.activation_checkpointing the inputs of all layers, t L r h, and in place of L one layer
-at work        in the backward pass, on a GPU one layer more, on a CPU 2 t b m
+at work        in the backward pass, on a GPU one layer more, on a CPU 2 t b m; with nf4 the largest matrix, wide
 logits         in the output head, c rows at a time, at most t and as many as ``model.head.chunk_rows`` says (CPU 1,024,
                GPU 2^30 / V, at most 8,192): 3 x 4 V c, on a GPU in bfloat16 6 V c and, if it is trained, 6 V h
                for its copy and its gradient
@@ -65,8 +66,9 @@ from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
 from dapo.model.loading import cached_numbers, check_supported, key_value_heads, read_config
+from dapo.model.nf4 import numbers
 from dapo.training.lora import shape_of
-from dapo.training.offload import GROUP_NUMBERS
+from dapo.training.moments import PART, moment_bytes
 from dapo.util import memory as system_memory
 
 AnyConfig = Config | StageConfig
@@ -95,9 +97,11 @@ class Memory:
     at_work: int = 0
     """What the layer that goes backward takes beside what was kept."""
     streamed: int = 0
-    """Adam's moments on their way through a GPU, after the backward pass."""
+    """Adam's moments in float32 for the time of their step, after the backward pass, if they rest otherwise."""
     host: int = 0
     """Adam's moments and the weights of a vLLM asleep in the host's memory, where that is another one."""
+    loading: int = 0
+    """A base before it is put into 4 bits, when there is nothing else yet."""
     cache_that_stays: int = 0
     """The engine's on a GPU that it shares, if updates do not take turns with it."""
 
@@ -111,9 +115,10 @@ class Memory:
         if on_gpu:
             passes = self.casts + self.activations + max(self.logits, self.at_work)
             update = self.gradients + max(passes, self.streamed)
-            return self.lasting + max(update, self.cache + self.decoding + self.scoring)
+            return max(self.loading, self.lasting + max(update, self.cache + self.decoding + self.scoring))
         parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
-        return int(_HOLES * (parts + max(self.logits, self.at_work, self.decoding + self.scoring)))
+        most = max(self.logits, self.at_work, self.decoding + self.scoring, self.streamed)
+        return int(_HOLES * max(self.loading, parts + most))
 
     def parts(self) -> dict[str, int]:
         """Those of the device's memory, by name."""
@@ -131,31 +136,35 @@ def trained_of(shape: Any) -> int:
     return sum(parameter.numel() for parameter in changing_parameters(shape).values())
 
 
-def checkpoint_bytes(trained: int) -> int:
+def checkpoint_bytes(config: AnyConfig, shape: Any) -> int:
     """Of one checkpoint: float32 weights and the optimizer's two moments of what is trained."""
-    return 12 * trained
+    kind, trained = config.training.moments, changing_parameters(shape).values()
+    return sum(4 * parameter.numel() + moment_bytes(parameter.numel(), kind) for parameter in trained)
 
 
 def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: int = 1) -> Memory:
     """See the module for the formulas. ``shape``: a model of the run's architecture, with its adapter if it trains one,
     on any device; only shapes and the config are looked at. ``ranks``: GPUs that share the training."""
     training = config.training
-    every = sum(p.numel() for p in shape.parameters())  # tied embeddings, in two places, count once
     trained, width = trained_of(shape), _width(config)
+    every = sum(map(numbers, shape.parameters()))  # tied embeddings, in two places, count once
+    frozen = sum(p.numel() * (width if p.is_floating_point() else 1) for p in shape.parameters()) - width * trained
+    wide = width * max((numbers(p) for p in shape.parameters() if not p.is_floating_point()), default=0)
     held = trained if has_adapter(shape) else -(-trained // ranks)
     tokens = min(training.tokens_per_micro_batch, max(_longest(config), _update_tokens(config) // ranks))
-    offloaded = on_gpu and training.offload_optimizer
-    largest = max(parameter.numel() for parameter in changing_parameters(shape).values())
+    offloaded, narrow = on_gpu and training.offload_optimizer, training.moments == "int8"
+    adam = (checkpoint_bytes(config, shape) - 4 * trained) * held // trained
     memory = Memory(
-        weights=4 * held + width * (every - trained),
+        weights=4 * held + frozen,
         gradients=4 * held,
-        adam=0 if offloaded else 8 * held,
+        adam=0 if offloaded else adam,
         casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=_head(shape, tokens, on_gpu, width),
-        at_work=int(tokens * (_layer(config, shape, True) if on_gpu else 2 * width * mlp_width(shape))),
-        streamed=8 * min(held, max(GROUP_NUMBERS, largest)) if offloaded else 0,
-        host=8 * held * offloaded,
+        at_work=int(tokens * (_layer(config, shape, True) if on_gpu else 2 * width * mlp_width(shape))) + wide,
+        loading=width * every if wide else 0,
+        streamed=(24 if narrow else 8) * min(held, PART) if offloaded or narrow else 0,
+        host=adam * offloaded,
     )
     return memory if isinstance(config, StageConfig) else _with_engine(memory, config, shape, on_gpu, ranks)
 
@@ -184,15 +193,16 @@ def _with_engine(memory: Memory, config: Config, shape: Any, on_gpu: bool, ranks
         cache = int(rollout.cache_gib * GIB) if rollout.engine == "vllm" else min(cache, int(rollout.cache_gib * GIB))
     stays = on_gpu and config.cache_stays
     apart = rollout.device not in (None, *(("cuda", "cuda:0") if on_gpu else ("cpu",)))
-    algorithm, every = config.algorithm, sum(p.numel() for p in shape.parameters())
+    algorithm, every = config.algorithm, sum(map(numbers, shape.parameters()))
     vllm = 0 if apart or rollout.engine != "vllm" else width * every
     reward_model, scoring = reward_memory(config, on_gpu)
+    own_critic = algorithm.kind == "ppo" and not algorithm.critic.share_backbone
     second = bool(config.ahead) and config.evaluation.while_sampling == "copy"
     return replace(
         memory,
         engine=0 if apart else (vllm or width * trained) + second * width * trained,
         reference=0 if algorithm.kl.mode == "off" or algorithm.kl.reference != "copy" else memory.gradients,
-        critic=16 * every if algorithm.kind == "ppo" and not algorithm.critic.share_backbone else 0,
+        critic=4 * every + checkpoint_bytes(config, shape) * every // trained if own_critic else 0,
         cache=0 if apart or stays else cache,
         decoding=0 if apart else 8 * text.vocab_size * rows,
         reward_model=reward_model,

@@ -192,14 +192,14 @@ def check_run_folder(context: CheckContext) -> Iterator[Finding]:
 def check_disk(context: CheckContext) -> Iterator[Finding]:
     """Whether checkpoints and samples fit into the file system of the run folder.
 
-    Checkpoints: 12 bytes a parameter that is trained (float32 weights and Adam's two moments), as many as are kept
+    Checkpoints: float32 weights and Adam's two moments of what is trained, as many as are kept
     (``run.keep_last``, the best one, and the one being written before an old one goes), and weights before and after
     training at 4. Samples: at most 4 bytes of text for each token that can be drawn."""
-    config = context.config
-    trained = trained_of(context.need(context.shape, "model"))
+    config, shape = context.config, context.need(context.shape, "model")
+    trained = trained_of(shape)
     folder = Path(config.run.dir or "runs/run")
     free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.is_dir())).free
-    kept, one, samples = checkpoints_kept(config), checkpoint_bytes(trained), _samples_bytes(config)
+    kept, one, samples = checkpoints_kept(config), checkpoint_bytes(config, shape), _samples_bytes(config)
     needed = kept * one + 2 * 4 * trained
     text = f"{kept} checkpoints of {gib(one)} and weights before and after take {gib(needed)}, {gib(free)} are free"
     if needed > free:
@@ -221,7 +221,7 @@ def check_snapshot(context: CheckContext) -> Iterator[Finding]:
     if config.runtime.kind == "ray":
         return
     on_gpu = context.need(context.device, "device").type == "cuda"
-    snapshot = checkpoint_bytes(trained_of(shape))
+    snapshot = checkpoint_bytes(config, shape)
     run, free = predict_memory(config, shape, on_gpu), system_memory.free_memory()
     needed = snapshot + run.host
     if not on_gpu:

@@ -76,6 +76,7 @@ def plan(
 def planned(config: Any, cluster: str, assumed: Assumed, price: float | None = None) -> dict[str, Any]:
     """All numbers, sizes in GiB. Raises ConfigError: no such cluster; ModelError: no such model."""
     from dapo.config.stages import StageConfig
+    from dapo.model.nf4 import numbers
     from dapo.plan.estimate import Estimate, estimate_for
     from dapo.plan.stage import StageEstimate
 
@@ -91,7 +92,7 @@ def planned(config: Any, cluster: str, assumed: Assumed, price: float | None = N
     unknown = ["evaluations are not in it, as it is not known how many rows they have"] if evaluations is None else []
     return {
         "model": name,
-        "parameters": sum(p.numel() for p in estimate.shape.parameters()),
+        "parameters": sum(map(numbers, estimate.shape.parameters())),
         "cluster": {"hosts": where.hosts, "gpus_of_each": where.gpus, "card": where.name},
         "fits": estimate.fits,
         "gpu_gib": _gib(parts | {"needed at once": estimate.needed(), "usable": estimate.usable}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from dapo.config.data import DataItem, Files
@@ -38,8 +40,11 @@ class OptimizerConfig(Section):
     """Keep only the input of each layer for the backward pass, and compute the layer once more there: far less memory
     for about a third more time."""
     offload_optimizer: bool = False
-    """Keep Adam's two moments in the host's memory, and on a GPU only those of a few parameters at a time. The numbers
-    are the same."""
+    """Keep Adam's two moments in the host's memory, and on a GPU only those of a part of a tensor at a time. The
+    numbers are the same."""
+    moments: Literal["float32", "int8"] = "float32"
+    """Type of AdamW's two moments between updates. int8: 2 bytes a parameter in place of 8, in blocks with a scale, and
+    rounded at random, so that small steps are not lost."""
     max_skipped_updates: int = Field(3, ge=1)
     """Updates in a row with a loss or gradient that is not finite before the run stops. Each one is skipped."""
 

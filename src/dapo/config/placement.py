@@ -66,6 +66,12 @@ def _conflicts_with_ray(config: Any, apart: bool) -> Iterator[str]:
     if learner.cpu_offload and not shards(config):
         yield "runtime.learner.cpu_offload: is for a sharded model; use sharded=true (without LoRA), or leave it out"
 
+    if config.training.moments != "float32" and shards(config):
+        yield (
+            "training.moments: int8 is for models that each worker holds whole; use float32, or "
+            "runtime.learner.sharded=false"
+        )
+
 
 def shards(config: Any) -> bool:
     """``runtime.learner.sharded`` with null resolved, as far as the recipe says whether there is an adapter."""

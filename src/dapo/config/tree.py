@@ -154,6 +154,11 @@ def _conflicts_of_engine(config: Config) -> Iterator[str]:
             f"rollout.url: goes with rollout.engine=openai, and that with rollout.url; engine is {rollout.engine}, and "
             f"url is {rollout.url or 'not given'}, which can be http://127.0.0.1:8000"
         )
+    if rollout.engine != "native" and config.model.lora.base != "full":
+        yield (
+            f"model.lora.base: {rollout.engine} would sample from the base as it is, and 4 bits are trained on; use "
+            "rollout.engine=native, or base=full"
+        )
     if rollout.engine != "vllm":
         for name, given in (("tensor_parallel", rollout.tensor_parallel > 1), ("engine_args", rollout.engine_args)):
             if given:

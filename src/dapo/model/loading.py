@@ -270,7 +270,7 @@ def copy_model(model: Any, dtype: torch.dtype | None = None, device: torch.devic
     known: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
         here = parameter.detach()
-        there = here.to(device or here.device, dtype or here.dtype)
+        there = here.to(device or here.device, (dtype if here.is_floating_point() else None) or here.dtype)
         if there is not here:
             known[id(parameter)] = torch.nn.Parameter(there, requires_grad=False)
         elif not parameter.requires_grad:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dapo.model.loading import cached_numbers
+from dapo.model.nf4 import numbers
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.training.update_report import UpdateReport
 
@@ -87,9 +88,9 @@ class CardLimits:
         layers = [p for p in model.parameters() if not any(p is other for other in (inputs, *head))]
 
         def operations(parameters: Iterable[torch.Tensor]) -> int:
-            return sum((6 if p.requires_grad else 4) * p.numel() for p in parameters)
+            return sum((6 if p.requires_grad else 4) * numbers(p) for p in parameters)
 
-        read = itemsize * sum(p.numel() for p in (*layers, *head))
+        read = itemsize * sum(map(numbers, (*layers, *head)))
         return cls(card, operations(layers), operations(head), read, itemsize * values)
 
     def shares(

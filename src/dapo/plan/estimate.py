@@ -28,7 +28,6 @@ from dapo.config import Config
 from dapo.config.placement import bundles
 from dapo.config.plan import evaluated_rows
 from dapo.config.reading import with_values
-from dapo.config.sections import LoraConfig
 from dapo.config.stages import StageConfig
 from dapo.errors import ConfigError
 from dapo.model.adapters import find_adapter, has_adapter
@@ -200,18 +199,25 @@ class Estimate:
         for settings in (
             {"training.tokens_per_micro_batch": self.longest},
             {"training.activation_checkpointing": True},
+            {"training.moments": "int8"} if self.ranks == 1 else {},
             {"training.offload_optimizer": True},
             together,
         ):
             if (size := self.needed(with_values(config, settings))) < 0.98 * now:
                 yield settings_line(settings), size
-        if has_adapter(self.shape) or apart(config):
+        if apart(config):
             return
-        small = with_values(config, {"model.lora": LoraConfig(rank=16)})
-        adapted = replace(self, config=small, shape=shape_of(small, self.shape.config))
-        for settings in ({}, together):
-            if (size := adapted.needed(with_values(small, settings))) < now:
-                yield f"model.lora.rank=16 {settings_line(settings)}".strip(), size
+        trains_one = has_adapter(self.shape)
+        native = not hasattr(config, "rollout") or config.rollout.engine == "native"
+        lora = config.model.lora if trains_one else config.model.lora.model_copy(update={"rank": 16})
+        for base in ["full"] * (not trains_one) + ["nf4"] * (native and lora.base == "full"):
+            small = with_values(config, {"model.lora": lora.model_copy(update={"base": base})})
+            adapted = replace(self, config=small, shape=shape_of(small, self.shape.config))
+            keys = "model.lora.rank=16 " * (not trains_one) + "model.lora.base=nf4 " * (base == "nf4")
+            for settings in ({}, together):
+                if (size := adapted.needed(with_values(small, settings))) < 0.98 * now:
+                    yield f"{keys}{settings_line(settings)}".strip(), size
+        for settings in ({}, together) if not trains_one else ():
             ranks, other = self.ranks, with_values(config, settings)
             while self.needed(other, ranks) > self.usable and ranks <= 2**13:  # more are not to be had
                 ranks *= 2
@@ -224,8 +230,10 @@ class Estimate:
     def decoding(self) -> Decoding:
         text, limits, rates = self.shape.config.get_text_config(), self.limits, self.rates
         bytes_s, operations_s = rates["bandwidth"] * limits.card.bytes, limits.card.operations
+        # codes of 4 bits are read, and written out as two numbers of 2 bytes each, in every step
+        wide = 5 * sum(p.numel() for p in self.shape.parameters() if not p.is_floating_point())
         return Decoding(
-            step=text.num_hidden_layers * rates["layer"] + limits.weight_bytes / bytes_s,
+            step=text.num_hidden_layers * rates["layer"] + (limits.weight_bytes + wide) / bytes_s,
             row=limits.weight_bytes / (rates["matmul"] * operations_s) + 8 * text.vocab_size / bytes_s,
             token=limits.cache_bytes / bytes_s,
             prompt_token=limits.weight_bytes / (rates["update"] * operations_s),  # 2 operations for each 2 bytes
@@ -283,7 +291,8 @@ class Estimate:
         passes = (config.proximal == "recompute") + (config.algorithm.kl.mode != "off") + ppo
         forward, both = self.operations()
         both += (both if self.critics else forward) * ppo
-        moments = 8 * trained / self.ranks * config.updates_per_step if config.training.offload_optimizer else 0.0
+        moments = (checkpoint_bytes(config, self.shape) - 4 * trained) / self.ranks * config.updates_per_step
+        moments = moments if config.training.offload_optimizer else 0.0
         by_store = by_ray and config.runtime.sync == "objects"
         moved = 2 * trained / STORE if by_store else self.cluster.exchange(2 * trained)
         found = {
@@ -332,14 +341,14 @@ class Estimate:
     def disk(self, steps: int, tokens: float) -> dict[str, float]:
         """Bytes of a checkpoint, and of the whole run, in each of whose steps so many tokens are sampled."""
         trained, saved = trained_of(self.shape), float(self.config.run.save_samples)
-        checkpoint = checkpoint_bytes(trained) * (1 + self.critics)
+        checkpoint = checkpoint_bytes(self.config, self.shape) * (1 + self.critics)
         samples = saved * steps * tokens * BYTES_PER_TOKEN
         return {"checkpoint": checkpoint, "run": checkpoints_kept(self.config) * checkpoint + 8 * trained + samples}
 
     def main_memory(self) -> float:
         """Bytes of a host: processes, a checkpoint on its way to disk, moments and reward workers."""
         here, reward = min(self.ranks, self.cluster.gpus), self.config.reward
-        snapshot = checkpoint_bytes(trained_of(self.shape)) * (1 + self.critics) * here / self.ranks
+        snapshot = checkpoint_bytes(self.config, self.shape) * (1 + self.critics) * here / self.ranks
         workers = getattr(reward, "workers", 0) * getattr(reward, "memory_mb", 0) * 2**20
         return here * (PROCESS + self.memory().host) + snapshot + workers
 
@@ -348,7 +357,7 @@ class Estimate:
     def engine_note(self) -> str:
         """Where the engine's copy of the weights takes much of a GPU, what would take less."""
         copy, heads = self.limits.weight_bytes, self.shape.config.get_text_config().num_attention_heads
-        if copy < 0.4 * self.usable or self.config.rollout.engine != "native":
+        if copy < 0.4 * self.usable or self.config.rollout.engine != "native" or self.config.model.lora.base == "nf4":
             return ""
         parts = math.gcd(heads, 2 ** ceil(math.log2(copy / (0.25 * self.usable))))  # vLLM divides the heads
         return (

@@ -70,10 +70,11 @@ class StageEstimate(Estimate):
     def disk(self, steps: int, tokens: float) -> dict[str, float]:
         trained, run = trained_of(self.shape), self.config.run
         kept = 2 + (run.keep_last or 1) + run.keep_best
-        return {"checkpoint": checkpoint_bytes(trained), "run": kept * checkpoint_bytes(trained) + 8 * trained}
+        checkpoint = checkpoint_bytes(self.config, self.shape)
+        return {"checkpoint": checkpoint, "run": kept * checkpoint + 8 * trained}
 
     def main_memory(self) -> float:
-        return PROCESS + self.memory().host + checkpoint_bytes(trained_of(self.shape))
+        return PROCESS + self.memory().host + checkpoint_bytes(self.config, self.shape)
 
     def engine_note(self) -> str:
         return ""

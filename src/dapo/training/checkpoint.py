@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from dapo.errors import ModelError, UserError
 from dapo.model.adapters import has_adapter, read_weights, require_adapter
 from dapo.model.export import export_model
+from dapo.training.moments import BLOCK
 from dapo.util.files import new_folder, read_json, write_json
 
 WEIGHTS = "model.safetensors"
@@ -75,7 +76,10 @@ def load_optimizer(
     states: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, kind = key.rpartition("/")
-        if name not in numbers or (tensor.dim() and tensor.shape != parameters[name].shape):
+        shape = parameters[name].shape if name in numbers else None
+        if shape and kind.endswith("_scale"):
+            shape = torch.Size([shape.numel() // BLOCK])
+        if shape is None or (tensor.dim() and tensor.shape != shape):
             raise UserError(f"{folder}: holds the optimizer of another model: no parameter fits {key}")
         states.setdefault(numbers[name], {})[kind] = tensor
     if int(counters["updates"]) > int(counters["skipped_updates"]) and not states:

@@ -17,6 +17,7 @@ from dapo.errors import ConfigError, ModelError, first_line
 from dapo.model.adapters import Adapter, find_adapter, has_adapter, new_adapter, put_on
 from dapo.model.classifier import as_classifier
 from dapo.model.loading import load_model
+from dapo.model.nf4 import narrow_base
 
 
 def load_trainable(source: Any, config: ModelConfig, device: torch.device | str | None = None) -> Any:
@@ -40,13 +41,14 @@ def load_trainable(source: Any, config: ModelConfig, device: torch.device | str 
             "(save_pretrained) and give the folder"
         )
     frozen = adapter is not None or config.lora.rank > 0
-    return load_model(
+    model = load_model(
         source,
         getattr(torch, config.compute_dtype) if frozen else torch.float32,
         trust_remote_code=config.trust_remote_code,
         device=device,
         adapter_dtype=torch.float32,
     )
+    return model if not adapter and config.lora.rank else _base_as_asked(model, config)
 
 
 def begin_adapter(model: Any, config: ModelConfig, seed: int) -> Any:
@@ -55,7 +57,11 @@ def begin_adapter(model: Any, config: ModelConfig, seed: int) -> Any:
     lora = config.lora
     if not lora.rank or has_adapter(model):
         return model
-    return new_adapter(model, lora.rank, alpha_of(config), lora.target_modules, seed)
+    return _base_as_asked(new_adapter(model, lora.rank, alpha_of(config), lora.target_modules, seed), config)
+
+
+def _base_as_asked(model: Any, config: ModelConfig) -> Any:
+    return narrow_base(model) if config.lora.base == "nf4" else model
 
 
 def trainable_shape(config: ModelConfig, model_config: Any, classifier: bool = False) -> Any:
@@ -80,6 +86,8 @@ def trainable_shape(config: ModelConfig, model_config: Any, classifier: bool = F
         if adapter is not None:
             _check_same(adapter, config)
             model = put_on(model, adapter)
+        if adapter is not None or not config.lora.rank:
+            model = _base_as_asked(model, config)
         return begin_adapter(as_classifier(model, 0) if classifier else model, config, 0)
 
 

@@ -32,8 +32,8 @@ from dapo.training.checkpoint import load_optimizer, optimizer_tensors
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.head_passes import through_head
 from dapo.training.mismatch import measure_mismatch
+from dapo.training.moments import PART, make_optimizer, moment_bytes
 from dapo.training.objective_protocol import Objective, unit_of
-from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
 from dapo.training.parallel.holding import Replica
 from dapo.training.policy import Policy
 from dapo.training.update_report import UpdateReport
@@ -104,14 +104,7 @@ class Trainer:
         self.faults: FaultFolder | None = None
         self._config = config
         self._parameters = {name: p for name, p in self._published.items() if p.requires_grad}
-        self._optimizer = (OffloadedAdamW if config.offload_optimizer else torch.optim.AdamW)(
-            self._parameters.values(),
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._optimizer = make_optimizer(self._parameters.values(), config)
         self._unpublished = False
         self._updates_at = {0: 0}  # version -> optimizer updates made when it was published, ascending
         self._skipped_in_row = 0
@@ -131,8 +124,13 @@ class Trainer:
         numbers: int = sum(p.numel() for p in self._parameters.values())
         if self._optimizer.state:
             return 0
-        moments = min(numbers, GROUP_NUMBERS) if self._config.offload_optimizer else numbers
-        return 4 * numbers + 2 * 4 * moments
+        moments = 8 * min(numbers, PART) if self._config.offload_optimizer else self.moment_bytes
+        return 4 * numbers + moments
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of the optimizer's two moments, once it has made a step."""
+        return sum(moment_bytes(p.numel(), self._config.moments) for p in self._parameters.values())
 
     @property
     def device(self) -> torch.device:
@@ -243,8 +241,8 @@ class Trainer:
         if getattr(self._optimizer, "torn", False):
             raise UserError(
                 "an update failed when it had changed some of the weights and not the others (with "
-                "training.offload_optimizer they change part by part), so they are of no use. What to try: go on from "
-                "the last checkpoint with more free memory, on the device and in the host"
+                "training.offload_optimizer or training.moments=int8 they change part by part), so they are of no use. "
+                "What to try: go on from the last checkpoint with more free memory, on the device and in the host"
             )
         weights: list[torch.Tensor] = list(self._parameters.values())
         # At the memory's speed: a large tensor by itself, all small ones in one pass, and one look at the device. A
