@@ -36,6 +36,11 @@ def moment_bytes(numbers: int, kind: str) -> int:
     return 2 * numbers + 8 * numbers // BLOCK if kind == "int8" and in_8_bits(numbers) else 8 * numbers
 
 
+def streamed_bytes(numbers: int, kind: str, offload: bool) -> int:
+    """What a step holds on the device for a while, to have moments of so many numbers in float32 part by part."""
+    return (24 if kind == "int8" else 8 * offload) * min(numbers, PART)
+
+
 def make_optimizer(parameters: Iterable[torch.Tensor], config: TrainingConfig) -> torch.optim.AdamW:
     """As the settings say; those of a run without any of this are PyTorch's own."""
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.adam_epsilon}
