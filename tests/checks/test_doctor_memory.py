@@ -177,7 +177,7 @@ def test_of_an_adapter_little_is_trained(tmp_path: Path) -> None:
 
 
 def test_of_a_tensor_larger_than_a_part_a_part_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PART", 1000)
+    monkeypatch.setattr("dapo.training.moments.PART", 1000)
     found = predict_memory(config(training__offload_optimizer=True), random_model("qwen2", **SHAPE), on_gpu=True)
     assert found.streamed == 8 * 1000
 

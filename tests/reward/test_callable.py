@@ -76,6 +76,27 @@ def test_too_many_hanging_calls_stop_the_run():
         score(lambda response: time.sleep(3), *["x"] * 17, timeout_s=0.05)
 
 
+def test_a_thread_that_is_at_a_call_ends_after_it_when_its_scorer_is_closed():
+    begun, may_end, threads = threading.Event(), threading.Event(), []
+
+    def slow(response):
+        threads.append(threading.current_thread())
+        begun.set()
+        may_end.wait(60)
+
+    async def leave():
+        scorer = CallableScorer(slow)
+        task = asyncio.create_task(scorer.score(PROMPT, "x"))
+        await asyncio.to_thread(begun.wait, 60)
+        task.cancel()
+        await scorer.close()
+        may_end.set()
+        await asyncio.to_thread(threads[0].join, 5)
+
+    asyncio.run(leave())
+    assert not threads[0].is_alive()
+
+
 def test_a_hanging_function_does_not_keep_the_program_alive():
     code = """
 import asyncio, time

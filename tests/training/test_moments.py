@@ -131,6 +131,21 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(tmp_path: Path, offload: boo
         load_optimizer(other._optimizer, other._parameters, tmp_path, tensors | {name: tensors[name][1:]}, counters)
 
 
+def test_moments_that_cannot_be_rounded_leave_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights have moved by then, be it in the first part."""
+    parameter = torch.nn.Parameter(torch.ones(64, 128))
+    optimizer = StoredAdamW([parameter], kind="int8", lr=1e-2, fused=True)
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    parameter.grad = torch.ones_like(parameter)
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr("dapo.training.moments.encode", run_out)
+        optimizer.step()
+    assert optimizer.torn and not torch.equal(parameter, torch.ones_like(parameter))
+
+
 def test_more_tensors_take_no_more_operations() -> None:
     """Each is started by itself, and on a GPU that took far longer than the work."""
 

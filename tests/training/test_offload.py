@@ -150,5 +150,8 @@ def test_memory_to_come_is_that_of_one_part(monkeypatch: pytest.MonkeyPatch) -> 
     trainer, batch = make_trainer(), packed(random_groups(SHAPE))
     trainer.update(batch, make_inputs(batch), DapoObjective())
     assert trainer.bytes_to_come == 0  # the moments are there, and the gradients gone until the next update
-    monkeypatch.setattr("dapo.training.trainer.PART", 1000)
+    monkeypatch.setattr("dapo.training.moments.PART", 1000)
     assert make_trainer(offload_optimizer=True).bytes_to_come == 4 * numbers + 8 * 1000
+    assert make_trainer(offload_optimizer=True, moments="int8").bytes_to_come == 4 * numbers + 24 * 1000
+    narrow = make_trainer(moments="int8")
+    assert narrow.bytes_to_come == 4 * numbers + narrow.moment_bytes + 24 * 1000, "in float32 for the time of a step"

@@ -68,7 +68,7 @@ from dapo.model.head import chunk_rows
 from dapo.model.loading import cached_numbers, check_supported, key_value_heads, read_config
 from dapo.model.nf4 import numbers
 from dapo.training.lora import shape_of
-from dapo.training.moments import PART, moment_bytes
+from dapo.training.moments import moment_bytes, streamed_bytes
 from dapo.util import memory as system_memory
 
 AnyConfig = Config | StageConfig
@@ -152,7 +152,7 @@ def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: i
     wide = width * max((numbers(p) for p in shape.parameters() if not p.is_floating_point()), default=0)
     held = trained if has_adapter(shape) else -(-trained // ranks)
     tokens = min(training.tokens_per_micro_batch, max(_longest(config), _update_tokens(config) // ranks))
-    offloaded, narrow = on_gpu and training.offload_optimizer, training.moments == "int8"
+    offloaded = on_gpu and training.offload_optimizer
     adam = (checkpoint_bytes(config, shape) - 4 * trained) * held // trained
     memory = Memory(
         weights=4 * held + frozen,
@@ -163,7 +163,7 @@ def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: i
         logits=_head(shape, tokens, on_gpu, width),
         at_work=int(tokens * (_layer(config, shape, True) if on_gpu else 2 * width * mlp_width(shape))) + wide,
         loading=width * every if wide else 0,
-        streamed=(24 if narrow else 8) * min(held, PART) if offloaded or narrow else 0,
+        streamed=streamed_bytes(held, training.moments, offloaded),
         host=adam * offloaded,
     )
     return memory if isinstance(config, StageConfig) else _with_engine(memory, config, shape, on_gpu, ranks)

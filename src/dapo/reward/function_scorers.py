@@ -119,6 +119,7 @@ class CallableScorer(Scorer):
             work = functools.partial(_score_items, self._call)
             self._batcher = Batcher(work, size=size, concurrency=concurrency)
         self._idle: list[_Calls] = []  # of threads that are free
+        self._closed = False
         self._lost: list[Future[Any]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -162,7 +163,8 @@ class CallableScorer(Scorer):
             raise ScoringFailed(self._bound.raised(error)) from None
 
     async def close(self) -> None:
-        """Threads left behind are daemons and do not keep the program alive."""
+        """A thread ends with the call it is at. One that hangs is a daemon and does not keep the program alive."""
+        self._closed = True
         while self._idle:
             self._idle.pop().put(None)
         if self._batcher is not None:
@@ -196,6 +198,6 @@ class CallableScorer(Scorer):
             except BaseException as raised:
                 ours = not isinstance(raised, Exception) or isinstance(raised, StopIteration)  # asyncio takes none
                 outcome.set_exception(RuntimeError(f"it raised {type(raised).__name__}") if ours else raised)
-            if outcome in self._lost:
+            if self._closed or outcome in self._lost:
                 return
             self._idle.append(calls)

@@ -36,6 +36,11 @@ def moment_bytes(numbers: int, kind: str) -> int:
     return 2 * numbers + 8 * numbers // BLOCK if kind == "int8" and in_8_bits(numbers) else 8 * numbers
 
 
+def streamed_bytes(numbers: int, kind: str, offload: bool) -> int:
+    """What a step holds on the device for a while, to have moments of so many numbers in float32 part by part."""
+    return (24 if kind == "int8" else 8 * offload) * min(numbers, PART)
+
+
 def make_optimizer(parameters: Iterable[torch.Tensor], config: TrainingConfig) -> torch.optim.AdamW:
     """As the settings say; those of a run without any of this are PyTorch's own."""
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.adam_epsilon}
@@ -72,10 +77,7 @@ class StoredAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step. When it returns, the moments are where they rest.
-
-        Memory may run out between two parts; then it is ``torn``.
-        """
+        """One step. When it returns, the moments are where they rest; if memory ran out on the way, it is ``torn``."""
         (group,) = self.param_groups
         moving = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in moving:
@@ -83,16 +85,12 @@ class StoredAdamW(torch.optim.AdamW):
                 self.state[parameter] = self._first(parameter)
         # of the step, so that a run that goes on rounds as one that never stopped
         noise = torch.Generator(moving[0].device if moving else "cpu").manual_seed(self._steps + 1)
-        begun = False
-        try:
-            for part in self._parts(moving):
-                self._move(part, group, noise)
-                begun = True
-            if begun:
-                torch._foreach_add_([self.state[parameter]["step"] for parameter in moving], 1)
-            begun = False
-        finally:
-            self.torn = self.torn or begun
+        torn = self.torn
+        for part in self._parts(moving):
+            self._move(part, group, noise)
+        if moving:
+            torch._foreach_add_([self.state[parameter]["step"] for parameter in moving], 1)
+        self.torn = torn
         self._steps += 1
         if self._offload and noise.device.type == "cuda":
             torch.cuda.current_stream(noise.device).synchronize()  # whoever reads the moments now does so on the host
@@ -146,6 +144,7 @@ class StoredAdamW(torch.optim.AdamW):
 
     def _move(self, part: Part, group: Mapping[str, Any], noise: torch.Generator) -> None:
         first, second = (_Moment(name, [(self.state[p], here) for p, here in part], noise) for name in _MOMENTS)
+        self.torn = True  # up to the end of the step
         torch._fused_adamw_(
             [parameter.view(-1)[here] for parameter, here in part],
             [parameter.grad.reshape(-1)[here] for parameter, here in part],  # type: ignore[union-attr]

@@ -32,7 +32,7 @@ from dapo.training.checkpoint import load_optimizer, optimizer_tensors
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.head_passes import through_head
 from dapo.training.mismatch import measure_mismatch
-from dapo.training.moments import PART, make_optimizer, moment_bytes
+from dapo.training.moments import make_optimizer, moment_bytes, streamed_bytes
 from dapo.training.objective_protocol import Objective, unit_of
 from dapo.training.parallel.holding import Replica
 from dapo.training.policy import Policy
@@ -124,8 +124,8 @@ class Trainer:
         numbers: int = sum(p.numel() for p in self._parameters.values())
         if self._optimizer.state:
             return 0
-        moments = 8 * min(numbers, PART) if self._config.offload_optimizer else self.moment_bytes
-        return 4 * numbers + moments
+        kind, offload = self._config.moments, self._config.offload_optimizer
+        return 4 * numbers + streamed_bytes(numbers, kind, offload) + (0 if offload else self.moment_bytes)
 
     @property
     def moment_bytes(self) -> int:
