@@ -28,5 +28,6 @@ def widen(codes: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor) -> tor
     """``[out, in]``, in the type of the scales."""
     wide = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=scales.dtype, device=codes.device)
     grid = (triton.cdiv(wide.numel(), BLOCK),)
-    _widen[grid](codes, scales, pairs, wide, wide.numel(), wide.numel() // scales.numel(), BLOCK)
+    with torch.cuda.device_of(wide):
+        _widen[grid](codes, scales, pairs, wide, wide.numel(), wide.numel() // scales.numel(), BLOCK)
     return wide
