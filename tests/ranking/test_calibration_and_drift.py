@@ -272,7 +272,7 @@ def test_four_bits_need_a_gpu_and_an_adapter_its_base(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "p", "candidates": ["a"]}])
-    for kind, said in (("int4", "not on a CPU; what works here: int8"), ("int8", "num_labels=1).merge_and_unload()")):
+    for kind, said in (("int4", "not on a CPU; what works here: int8"), ("int8", "num_labels=1), FOLDER).merge")):
         done = CliRunner().invoke(
             app, ["quantise", str(tmp_path), str(tmp_path / "out"), "--kind", kind, "--data", str(rows)]
         )

@@ -44,7 +44,7 @@ class OptimizerConfig(Section):
     numbers are the same."""
     moments: Literal["float32", "int8"] = "float32"
     """Type of AdamW's two moments between updates. int8: 2 bytes a parameter in place of 8, in blocks with a scale, and
-    rounded at random, so that small steps are not lost."""
+    rounded at random, so that small steps are not lost; not for a model that workers share (FSDP2)."""
     max_skipped_updates: int = Field(3, ge=1)
     """Updates in a row with a loss or gradient that is not finite before the run stops. Each one is skipped."""
 

@@ -39,7 +39,8 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
     ranks = is_reward_model(found.path)
     kind_of = "SequenceClassification" if ranks else "CausalLM"
     if (Path(found.path) / CONFIG_FILE).is_file():
-        merged = f"AutoPeftModelFor{kind_of}.from_pretrained(FOLDER{', num_labels=1' * ranks}).merge_and_unload()"
+        base = f"AutoModelFor{kind_of}.from_pretrained(BASE{', num_labels=1' * ranks})"
+        merged = f"PeftModel.from_pretrained({base}, FOLDER).merge_and_unload() (docs/models.md)"
         raise ConfigError(f"{found.path}: is an adapter; merge it into its base first, by peft: {merged}")
     loader = getattr(transformers, f"AutoModelFor{kind_of}")
     how: dict[str, Any] = {"dtype": torch.float32, "device_map": None}
