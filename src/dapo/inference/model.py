@@ -81,6 +81,8 @@ def inference_config(
     from_recipe = from_recipe | {"rollout": rollout}
     named = {"model": {"path": model.path}}
     config = layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
+    if config.model.lora.base != "full":
+        raise ConfigError("model.lora.base: is for training; here an adapter is on its base as it was; leave it out")
     require_secrets(config.model_dump(mode="json", include=_FROM_RECIPE), trained, "as section.key=value")  # type: ignore[arg-type]
     return config
 
