@@ -150,3 +150,9 @@ def test_it_is_told_which_settings_a_service_does_not_hear_of() -> None:
     sampling = {"evaluation": {"temperature": 0.7, "top_p": 0.9, "samples_per_prompt": 2}}
     said = list(doubts(Prompting(inference_config(FoundModel("m"), request, sampling), None, None), {}))  # type: ignore[arg-type]
     assert [text.partition(":")[0] for text in said] == [f"rollout.request sends no ${n}" for n in ("top_p", "seed")]
+
+
+def test_a_base_in_4_bits_is_refused_where_it_would_not_count(tmp_path: Path) -> None:
+    model = FoundModel(str(a_model(tmp_path / "m")), None)
+    with pytest.raises(ConfigError, match=r"model.lora.base: is for training.*leave it out"):
+        inference_config(model, overrides=["model.lora.base=nf4"])

@@ -10,6 +10,7 @@ import typer
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import AsJson, Debug, Overrides, Recipe
 from dapo.commands.shared.output import print_json, print_lines
+from dapo.util.terminal import counted
 
 if TYPE_CHECKING:
     from dapo.plan.estimate import Assumed
@@ -140,6 +141,6 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"step         {step:.1f} s, {tokens:,} tokens {counts}"
     yield from (f"  {phase:<22} {value:8.2f} s" for phase, value in seconds.items())
     money = "" if found["usd"] is None else f", {found['usd']:,.2f} USD"
-    yield f"run          {found['steps']} steps, {found['gpu_hours']:,.1f} GPU hours{money}"
+    yield f"run          {counted(found['steps'], 'step')}, {found['gpu_hours']:,.1f} GPU hours{money}"
     yield "assumed"
     yield from (f"  - {text}" for text in found["assumed"])

@@ -81,6 +81,8 @@ def inference_config(
     from_recipe = from_recipe | {"rollout": rollout}
     named = {"model": {"path": model.path}}
     config = layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
+    if config.model.lora.base != "full":
+        raise ConfigError("model.lora.base: is for training; here an adapter is on its base as it was; leave it out")
     require_secrets(config.model_dump(mode="json", include=_FROM_RECIPE), trained, "as section.key=value")  # type: ignore[arg-type]
     return config
 
@@ -222,14 +224,14 @@ def load_prompting(config: Config, model: Any = None, tokenizer: Any = None) -> 
 
 
 def doubts(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
-    """What to warn of: tools that the model is not shown, settings that a server is not told, samples that will all be
-    the same, and letters that the tokenizer has no token for, so that the model does not see them. ``prompts``: by the
-    name of where they come from; of many, some are looked at."""
+    """What to warn of: tools the model is not shown, settings a server is not told, samples that will all be the same,
+    letters the tokenizer has no token for. ``prompts``: by where they come from; of many, some are looked at."""
     from dapo.checks.answers import LOOKED_AT, spread
     from dapo.data.template import lost_letters
     from dapo.environments.player import SHOW_TOOLS, hidden_tools
 
-    if hidden := hidden_tools(prompting.config, prompting.template, next(iter(prompts.values()))[0]):
+    first = next((some[0] for some in prompts.values() if some), None)
+    if first and (hidden := hidden_tools(prompting.config, prompting.template, first)):
         yield f"{hidden}; {SHOW_TOOLS}"
     asked, sent = prompting.config.evaluation, json.dumps(prompting.config.rollout.request)
     if sent != "null":
