@@ -96,7 +96,8 @@ def test_a_copy_has_layers_of_its_own(dtype: torch.dtype | None) -> None:
     model = load_model(random_model("qwen2"))
     twin = joined(model, dtype)
     narrow, same = copy_model(twin, torch.bfloat16), copy.deepcopy(twin)
-    assert layers_by_themselves(narrow) == layers_by_themselves(same) == layers_by_themselves(model)
+    for copied in (narrow, same):
+        assert [type(module) for module in copied.modules()] == [type(module) for module in model.modules()]
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
     with torch.no_grad():
         for parameter in twin.parameters():
