@@ -82,7 +82,9 @@ def test_ranks_on_gpus_are_one_learner(how: str, dtype: str, near: float, tmp_pa
     columns = asyncio.run(two_updates(alone, expected)).columns
     found = asyncio.run(ranked(step)).columns
     for name, values in columns.items():
-        np.testing.assert_allclose(found[name], values, atol=near)
+        # layers gathered by FSDP2 have norms and biases in bfloat16, too: few of 660 log-probs are 0.025 off then
+        np.testing.assert_allclose(found[name], values, atol=2 * near)
+        assert np.abs(found[name] - values).mean() < near / 2
     for one, other in zip(step.reports, expected.reports, strict=True):
         assert one.loss == pytest.approx(other.loss, abs=near)
         assert one.grad_norm == pytest.approx(other.grad_norm, 5 * near)
