@@ -59,7 +59,8 @@ def decode_attention(
         address: int64 ``[1]``, where a pool of ``shape`` lies.
         table: int32 ``[R, P]``, the pages of each row in order; what lies beyond the new token's page is not used.
         lengths: int32 ``[R]``, tokens already stored. The new one is stored at this position, in a page that no other
-            row has. -1: the row is idle, nothing is read or stored for it.
+            row has. -1: the row is idle, nothing is read or stored for it. The kernel launched before must write
+            neither these nor table and address: they may be read while it runs (``model.compiling.starts_early``).
         splits: programs that share the context of one row and key head, see :func:`choose_splits`. Results differ
             between numbers of splits by rounding; for one number, a row's depends on nothing but the row.
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dapo.model.attention import AttentionSpec
+from dapo.model.compiling import starts_early
 from dapo.rollout.native.paged.pool import PoolShape
 
 
@@ -111,6 +112,7 @@ def _attend(
     DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
     ONE: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -126,11 +128,6 @@ def _attend(
     head = kv_head * GROUP + group
     in_tile = (group < GROUP)[:, None] & (dim < DIM)[None, :]
     out_place = (row * (KV_HEADS * GROUP) + head)[:, None] * DIM + dim[None, :]
-    if length < 0:
-        if ONE:
-            tl.store(out + out_place, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=in_tile)
-        return
-
     page_size: tl.constexpr = KV_HEADS * PAGE_TOKENS * DIM
     pool = tl.multiple_of(where.to(tl.pointer_type(DTYPE)), 16)
     keys = pool + layer.to(tl.int64) * 2 * pages * page_size + kv_head * (PAGE_TOKENS * DIM)
@@ -147,6 +144,14 @@ def _attend(
     column = tl.arange(0, BLOCK_N)
     table += row * table_row
     page = tl.load(table + (begin + column) // PAGE_TOKENS, mask=begin + column < end, other=0)
+
+    if EARLY:  # what was read so far no kernel of a step has written but its last one
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if length < 0:
+        if ONE:
+            tl.store(out + out_place, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=in_tile)
+        return
 
     # the type of the pool, so that a new key weighs now what it will weigh when it is read back
     q = tl.load(query + row * query_row + head[:, None] * query_head + dim[None, :], mask=in_tile, other=0.0).to(DTYPE)
@@ -212,6 +217,7 @@ def _combine(
     splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -219,7 +225,10 @@ def _combine(
     row = tl.program_id(0).to(tl.int64)
     head = row * HEADS + tl.program_id(1)
     dim = tl.arange(0, BLOCK_D)
-    if tl.load(lengths + row) < 0:
+    length = tl.load(lengths + row)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if length < 0:
         tl.store(out + head * DIM + dim, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=dim < DIM)
         return
     split = tl.arange(0, BLOCK_S)
@@ -256,6 +265,8 @@ def launch(
     if splits > 1:
         partial = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
         extremes = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
+    early = starts_early(query.device)
+    how = {"launch_pdl": True} if early else {}  # Triton's interpreter does not know it
     block_d = max(16, triton.next_power_of_2(dim))  # 16: the least that a matrix product sums over
     _attend[(rows, shape.kv_heads, splits)](
         *(query, key, value, address, table, lengths, out, partial, extremes),
@@ -277,11 +288,13 @@ def launch(
         # Triton's interpreter, which runs this on a CPU in tests, would multiply the bits of bfloat16 as integers
         PRODUCT_DTYPE=_TYPES[shape.dtype] if query.is_cuda else tl.float32,
         ONE=splits == 1,
+        EARLY=early,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=block_d,
         BLOCK_N=tile.block,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **how,
     )
     if splits > 1:
         _combine[(rows, heads)](
@@ -289,8 +302,10 @@ def launch(
             splits,
             HEADS=heads,
             DIM=dim,
+            EARLY=early,
             BLOCK_S=16 if splits <= 16 else triton.next_power_of_2(splits),
             BLOCK_D=block_d,
             num_warps=4,
+            **how,
         )
     return out

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError
-from dapo.model.compiling import compile_ends, compile_layers
+from dapo.model.compiling import compile_ends, compile_layers, starts_early
 from dapo.model.loading import key_value_heads
 from dapo.rollout.native.decoder import PREFILL_TOKENS, STRETCH, Decoder
 from dapo.rollout.native.paged.joined import join_products
@@ -66,7 +66,7 @@ def paged_decoder(
     runner = PagedRunner(model, pool, rows, max_sequence_tokens=max_sequence_tokens, pinned=deterministic)
     runner.wake()
     if device.type == "cuda":
-        compile_layers(model)
+        compile_layers(model, options={"triton.enable_pdl": starts_early(device)})
         compile_ends(model)  # 15 kernels of a step less, for seconds of a start with nothing compiled
         runner.warm_up()
     return Decoder(
