@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,7 +67,7 @@ def paged_decoder(
     runner = PagedRunner(model, pool, rows, max_sequence_tokens=max_sequence_tokens, pinned=deterministic)
     runner.wake()
     if device.type == "cuda":
-        compile_layers(model, options={"triton.enable_pdl": starts_early(device)})
+        compile_layers(model, options=_options(device))
         compile_ends(model)  # 15 kernels of a step less, for seconds of a start with nothing compiled
         runner.warm_up()
     return Decoder(
@@ -80,6 +81,13 @@ def paged_decoder(
         stretch=STRETCH,
         prefill_tokens=1 if deterministic else PREFILL_TOKENS,
     )
+
+
+def _options(device: torch.device) -> dict[str, bool]:
+    """For Inductor. A layer has kernels that do not depend on each other, for queries and for keys: they become one."""
+    together = os.environ.get("DAPO_COMBO_KERNELS") != "0"
+    combo = {"combo_kernels": together, "combo_kernel_foreach_dynamic_shapes": together}
+    return {"triton.enable_pdl": starts_early(device)} | combo
 
 
 def pool_shape(model: Any) -> PoolShape:
