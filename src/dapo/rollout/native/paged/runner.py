@@ -22,7 +22,7 @@ from dapo.model.forward import hidden_states, output_head
 from dapo.model.packed import PackedAttention
 from dapo.rollout.engine import EngineError, NoMemoryError
 from dapo.rollout.native.paged.attention import attend, choose_splits, copy_pages, store
-from dapo.rollout.native.paged.draw import draw
+from dapo.rollout.native.paged.draw import draw, record
 from dapo.rollout.native.paged.pool import Pool
 from dapo.rollout.native.pages import PageArray, slots_of
 from dapo.rollout.native.rows import IDLE, Rows, RowsRunner
@@ -158,7 +158,7 @@ class PagedRunner(RowsRunner):
         tokens, logprobs = draw(logits, uniform, settings, truncate=variant.truncate)
         if variant.top:
             state.record_top(*top_logprobs(logits, settings, variant.top))
-        state.record(tokens, logprobs)
+        record(state, tokens, logprobs)
 
 
 class _CudaSteps:
