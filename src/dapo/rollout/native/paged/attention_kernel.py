@@ -36,7 +36,7 @@ class Tile:
     stages: int
 
 
-def choose_tile(head_dim: int, group: int, dtype: torch.dtype) -> Tile:
+def choose_tile(head_dim: int, group: int, dtype: torch.dtype, wide: bool = False) -> Tile:
     """The shape of a program. Fixed by head size, query heads per key head and type: no tuning when an engine starts.
 
     An H100 or H200 moves 3.3 to 4.8 TB/s with some 700 ns from request to arrival, so by Little's law each of its 132
@@ -55,13 +55,13 @@ def choose_tile(head_dim: int, group: int, dtype: torch.dtype) -> Tile:
     for 8 KB, so at full bandwidth (21 bytes per clock and processor) one of the four schedulers' slots is in use. At
     D = 64 every tile that was tried reads 3.4 to 3.6 TB/s on an H200 (which copies at 4.2). At D = 128 this one reads
     3.6, two warps with blocks of 32 read 3.4, and one warp with blocks of 16, which is all its registers hold, 3.2.
-    With wider heads or more than 16 query heads one warp cannot hold the accumulator.
+    With ``wide`` programs (fewer than processors want: it is latency that counts), wider heads or more than 16 query heads one warp cannot hold the accumulator.
 
     Float32 is exact and not fast: its products run on the ordinary units, so the block is small and the warps are many.
     """
     if dtype == torch.float32:
         return Tile(block=16, warps=4, stages=2)
-    if head_dim <= 64 and group <= 16:
+    if head_dim <= 64 and group <= 16 and not wide:
         return Tile(block=32, warps=1, stages=3)
     return Tile(block=64 if head_dim <= 128 and group <= 16 else 32, warps=4, stages=3)
 
