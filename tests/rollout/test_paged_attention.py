@@ -337,20 +337,21 @@ def test_copy_pages_copies_all_layers(monkeypatch, pages_at_a_time) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "tokens", "dtype", "programs"),
+    ("rows", "kv_heads", "dim", "tokens", "dtype", "programs"),
     [
-        (1024, 2, 700, BF16, (1, False)),  # more programs than the card holds
-        (256, 2, 700, BF16, (1, False)),  # 3.9 for each processor
-        (64, 4, 4096, BF16, (5, False)),  # 256 programs on 132 processors
-        (64, 4, 1024, BF16, (1, True)),
-        (64, 4, 1024, F32, (5, False)),
-        (1, 2, 4096, BF16, (32, False)),  # no program under 128 tokens
-        (1, 1, 10**6, BF16, (64, False)),
-        (1, 2, 100, F32, (1, False)),
+        (1024, 2, 64, 700, BF16, (1, False)),  # more programs than the card holds
+        (256, 2, 64, 700, BF16, (1, False)),  # 3.9 for each processor
+        (64, 4, 64, 4096, BF16, (5, False)),  # 256 programs on 132 processors
+        (64, 4, 64, 1024, BF16, (1, True)),
+        (64, 4, 128, 1024, BF16, (5, False)),
+        (64, 4, 64, 1024, F32, (5, False)),
+        (1, 2, 64, 4096, BF16, (32, False)),  # no program under 128 tokens
+        (1, 1, 64, 10**6, BF16, (64, False)),
+        (1, 2, 64, 100, F32, (1, False)),
     ],
 )
-def test_programs_fill_the_card_and_no_more(rows, kv_heads, tokens, dtype, programs) -> None:
-    shape = PoolShape(1, 1, kv_heads, 16, 64, dtype)
+def test_programs_fill_the_card_and_no_more(rows, kv_heads, dim, tokens, dtype, programs) -> None:
+    shape = PoolShape(1, 1, kv_heads, 16, dim, dtype)
     assert paged.choose_programs(rows, shape, tokens, processors=132) == programs
 
 

@@ -20,7 +20,7 @@ COPY_BYTES = 64 * 2**20
 
 _ENOUGH_PROGRAMS = 3.8  # 256 rows of two key heads on 132 processors are 3.88
 _WANTED_PROGRAMS = 8
-_SHORT_CONTEXT = 0 if os.environ.get("DAPO_WIDE_PROGRAMS") == "0" else 1024
+_SHORT_CONTEXT = 0 if os.environ.get("DAPO_WIDE_PROGRAMS") == "0" else 1024 * 64  # numbers, of the keys of one head
 _LEAST_TOKENS = 128
 _MOST_SPLITS = 64
 
@@ -117,7 +117,7 @@ def choose_programs(rows: int, shape: PoolShape, max_context_tokens: int, proces
     programs = rows * shape.kv_heads
     if programs >= _ENOUGH_PROGRAMS * processors:
         return 1, False
-    if max_context_tokens <= _SHORT_CONTEXT and shape.dtype == torch.bfloat16:
+    if max_context_tokens * shape.head_dim <= _SHORT_CONTEXT and shape.dtype == torch.bfloat16:
         return 1, True
     wanted = math.ceil(_WANTED_PROGRAMS * processors / programs)
     return max(1, min(wanted, max_context_tokens // _LEAST_TOKENS, _MOST_SPLITS)), False

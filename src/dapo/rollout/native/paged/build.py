@@ -84,10 +84,9 @@ def paged_decoder(
 
 
 def _options(device: torch.device) -> dict[str, bool]:
-    """For Inductor. A layer has kernels that do not depend on each other, for queries and for keys: they become one."""
+    """For Inductor. Combo kernels: one kernel for queries and for keys, which do not depend on each other."""
     together = os.environ.get("DAPO_COMBO_KERNELS") != "0"
-    combo = {"combo_kernels": together, "combo_kernel_foreach_dynamic_shapes": together}
-    return {"triton.enable_pdl": starts_early(device)} | combo
+    return {"triton.enable_pdl": starts_early(device), "combo_kernels": together}
 
 
 def pool_shape(model: Any) -> PoolShape:
