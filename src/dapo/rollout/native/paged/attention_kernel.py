@@ -266,8 +266,8 @@ def launch(
     if splits > 1:
         partial = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
         extremes = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
-    early = starts_early(query.device)
-    how = {"launch_pdl": True} if early else {}  # Triton's interpreter does not know it
+    # Triton's interpreter does not know launch_pdl
+    early = {"EARLY": True, "launch_pdl": True} if starts_early(query.device) else {"EARLY": False}
     block_d = max(16, triton.next_power_of_2(dim))  # 16: the least that a matrix product sums over
     _attend[(rows, shape.kv_heads, splits)](
         *(query, key, value, address, table, lengths, out, partial, extremes),
@@ -277,9 +277,7 @@ def launch(
         spec.scaling,
         spec.window,
         spec.softcap,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
+        *(stride for x in (query, key, value) for stride in x.stride()[:2]),
         table.stride(0),
         KV_HEADS=shape.kv_heads,
         GROUP=group,
@@ -289,13 +287,12 @@ def launch(
         # Triton's interpreter, which runs this on a CPU in tests, would multiply the bits of bfloat16 as integers
         PRODUCT_DTYPE=_TYPES[shape.dtype] if query.is_cuda else tl.float32,
         ONE=splits == 1,
-        EARLY=early,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=block_d,
         BLOCK_N=tile.block,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **how,
+        **early,
     )
     if splits > 1:
         _combine[(rows, heads)](
@@ -303,10 +300,9 @@ def launch(
             splits,
             HEADS=heads,
             DIM=dim,
-            EARLY=early,
             BLOCK_S=16 if splits <= 16 else triton.next_power_of_2(splits),
             BLOCK_D=block_d,
             num_warps=4,
-            **how,
+            **early,
         )
     return out
