@@ -204,8 +204,8 @@ def test_the_kernel_agrees_with_both(by_kernel, case, splits) -> None:
 
 
 def test_wide_programs_agree_with_the_reference(by_kernel) -> None:
-    """At the ends of their blocks of 64 tokens."""
-    rows = make_rows([0, 63, -1, 64, 65, 200], 7, 2, 64, 16, BF16)
+    """At the ends of their blocks of 128 tokens."""
+    rows = make_rows([0, 127, -1, 128, 129, 300], 7, 2, 64, 16, BF16)
     out, pool = by_kernel(rows, 1, wide=True)
     torch.testing.assert_close(out.float(), dense(rows), **TOLERANCE[BF16])
     assert_same_bits(pool, pool_afterwards(rows))
@@ -342,7 +342,7 @@ def test_copy_pages_copies_all_layers(monkeypatch, pages_at_a_time) -> None:
         (1024, 2, 64, 700, BF16, (1, False)),  # more programs than the card holds
         (256, 2, 64, 700, BF16, (1, False)),  # 3.9 for each processor
         (64, 4, 64, 4096, BF16, (5, False)),  # 256 programs on 132 processors
-        (64, 4, 64, 1024, BF16, (1, True)),
+        (64, 4, 64, 1280, BF16, (1, True)),
         (64, 4, 128, 1024, BF16, (5, False)),
         (64, 4, 64, 1024, F32, (5, False)),
         (1, 2, 64, 4096, BF16, (32, False)),  # no program under 128 tokens

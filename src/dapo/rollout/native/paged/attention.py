@@ -20,7 +20,7 @@ COPY_BYTES = 64 * 2**20
 
 _ENOUGH_PROGRAMS = 3.8  # 256 rows of two key heads on 132 processors are 3.88
 _WANTED_PROGRAMS = 8
-_SHORT_CONTEXT = 0 if os.environ.get("DAPO_WIDE_PROGRAMS") == "0" else 1024 * 64  # numbers, of the keys of one head
+_SHORT_CONTEXT = 0 if os.environ.get("DAPO_WIDE_PROGRAMS") == "0" else 1280 * 64  # numbers, of the keys of one head
 _LEAST_TOKENS = 128
 _MOST_SPLITS = 64
 

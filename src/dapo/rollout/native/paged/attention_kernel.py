@@ -55,15 +55,15 @@ def choose_tile(head_dim: int, group: int, dtype: torch.dtype, wide: bool = Fals
     for 8 KB, so at full bandwidth (21 bytes per clock and processor) one of the four schedulers' slots is in use. At
     D = 64 every tile that was tried reads 3.4 to 3.6 TB/s on an H200 (which copies at 4.2). At D = 128 this one reads
     3.6, two warps with blocks of 32 read 3.4, and one warp with blocks of 16, which is all its registers hold, 3.2.
-    With wider heads or more than 16 query heads one warp cannot hold the accumulator, and where ``wide`` programs are
-    asked for, there are too few of them to fill the processors.
+    With wider heads or more than 16 query heads one warp cannot hold the accumulator. Where ``wide`` programs are asked
+    for, there are too few to fill the processors: a step of 128 keys takes them hardly longer than one of 32.
 
     Float32 is exact and not fast: its products run on the ordinary units, so the block is small and the warps are many.
     """
     if dtype == torch.float32:
         return Tile(block=16, warps=4, stages=2)
-    if head_dim <= 64 and group <= 16 and not wide:
-        return Tile(block=32, warps=1, stages=3)
+    if head_dim <= 64 and group <= 16:
+        return Tile(block=128, warps=4, stages=3) if wide else Tile(block=32, warps=1, stages=3)
     return Tile(block=64 if head_dim <= 128 and group <= 16 else 32, warps=4, stages=3)
 
 
