@@ -148,7 +148,8 @@ def _attend(
 
     if EARLY:  # what was read so far no kernel of a step has written but its last one
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not ONE:  # what comes after attention is not ours and may not wait
+            tl.extra.cuda.gdc_launch_dependents()
     if length < 0:
         if ONE:
             tl.store(out + out_place, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=in_tile)
