@@ -136,11 +136,11 @@ def by_kernel(monkeypatch) -> Callable[[Rows, int], tuple[torch.Tensor, torch.Te
     if DEVICE == "cpu":
         _let_one_number_be_an_index(monkeypatch)
 
-    def run(rows: Rows, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(rows: Rows, splits: int, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         pool = rows.pool.clone()
         address = torch.tensor([pool.data_ptr()], device=pool.device)
         tokens = (rows.query, rows.key, rows.value)
-        out = paged.decode_attention(rows.spec, *tokens, address, rows.shape, rows.table, rows.lengths, splits)
+        out = paged.decode_attention(rows.spec, *tokens, address, rows.shape, rows.table, rows.lengths, splits, wide)
         return out, pool
 
     return run
@@ -200,6 +200,14 @@ def test_the_kernel_agrees_with_both(by_kernel, case, splits) -> None:
     torch.testing.assert_close(out.float(), dense(rows), **TOLERANCE[rows.shape.dtype])
     torch.testing.assert_close(out, by_reference(rows)[0], **TOLERANCE[rows.shape.dtype])
     assert not out[rows.lengths < 0].any()
+    assert_same_bits(pool, pool_afterwards(rows))
+
+
+def test_wide_programs_agree_with_the_reference(by_kernel) -> None:
+    """At the ends of their blocks of 128 tokens."""
+    rows = make_rows([0, 127, -1, 128, 129, 300], 7, 2, 64, 16, BF16)
+    out, pool = by_kernel(rows, 1, wide=True)
+    torch.testing.assert_close(out.float(), dense(rows), **TOLERANCE[BF16])
     assert_same_bits(pool, pool_afterwards(rows))
 
 
@@ -329,17 +337,22 @@ def test_copy_pages_copies_all_layers(monkeypatch, pages_at_a_time) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "tokens", "splits"),
+    ("rows", "kv_heads", "dim", "tokens", "dtype", "programs"),
     [
-        (1024, 2, 700, 1),  # more programs than the card holds
-        (64, 4, 4096, 5),  # 256 programs on 132 processors
-        (1, 2, 4096, 32),  # no program under 128 tokens
-        (1, 1, 10**6, 64),
-        (1, 2, 100, 1),
+        (1024, 2, 64, 700, BF16, (1, False)),  # more programs than the card holds
+        (256, 2, 64, 700, BF16, (1, False)),  # 3.9 for each processor
+        (64, 4, 64, 4096, BF16, (5, False)),  # 256 programs on 132 processors
+        (64, 4, 64, 1280, BF16, (1, True)),
+        (64, 4, 128, 1024, BF16, (5, False)),
+        (64, 4, 64, 1024, F32, (5, False)),
+        (1, 2, 64, 4096, BF16, (32, False)),  # no program under 128 tokens
+        (1, 1, 64, 10**6, BF16, (64, False)),
+        (1, 2, 64, 100, F32, (1, False)),
     ],
 )
-def test_splits_fill_the_card_and_no_more(rows, kv_heads, tokens, splits) -> None:
-    assert paged.choose_splits(rows, kv_heads, tokens, processors=132) == splits
+def test_programs_fill_the_card_and_no_more(rows, kv_heads, dim, tokens, dtype, programs) -> None:
+    shape = PoolShape(1, 1, kv_heads, 16, dim, dtype)
+    assert paged.choose_programs(rows, shape, tokens, processors=132) == programs
 
 
 def random_lengths(rows: int, most: int) -> list[int]:
@@ -357,11 +370,13 @@ def random_lengths(rows: int, most: int) -> list[int]:
         (16, 900, 32, 1, 128, None, None),
     ],
 )
-@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize(("splits", "wide"), [(1, False), (1, True), (8, False)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_large_batches_on_a_gpu(by_kernel, rows, most, group, kv_heads, dim, window, softcap, splits, dtype) -> None:
+def test_large_batches_on_a_gpu(
+    by_kernel, rows, most, group, kv_heads, dim, window, softcap, splits, wide, dtype
+) -> None:
     batch = make_rows(random_lengths(rows, most), group, kv_heads, dim, 16, dtype, window, softcap)
-    out, pool = by_kernel(batch, splits)
+    out, pool = by_kernel(batch, splits, wide)
     expected, expected_pool = by_reference(batch)
     assert_same_bits(pool, expected_pool)
     short = batch.lengths < 256

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from dapo.rollout.engine import Sampling  # noqa: E402
 from dapo.rollout.native.paged import draw_kernels  # noqa: E402
 from dapo.rollout.native.paged.draw import draw, draw_reference  # noqa: E402
+from dapo.rollout.native.rows import Rows  # noqa: E402
 from dapo.rollout.native.sampler import (  # noqa: E402
     ROWS_AT_ONCE,
     RowSettings,
@@ -367,6 +368,29 @@ def _mass_up_to(token: int, logits: torch.Tensor, one: Sampling, truncate: bool)
     if truncate:
         z = z.masked_fill(z < thresholds(z, RowSettings.of([one], logits.device))[:, None], -INF)
     return float(z[0].double().softmax(-1)[: token + 1].sum())
+
+
+@pytest.mark.parametrize("stop_ids", [[], [3], [3, 7, 11]])
+def test_tokens_are_written_down_by_the_kernel_as_by_rows(stop_ids: list[int]) -> None:
+    """More rows than one program has; of each four one is idle, and only the first 70 are computed."""
+    count, computed, longest = 75, 70, 5
+    both = [Rows(count, longest, 1, stop_ids, DEVICE) for _ in range(2)]
+    for rows in both:
+        row = torch.arange(count, device=DEVICE)
+        rows.lengths.copy_(torch.where(row % 4 == 1, -1, 10 + row))
+        rows.limits.copy_(1 + row % longest)
+    for step in range(longest):
+        tokens = (torch.arange(computed, device=DEVICE) * 5 + step) % 13
+        logprobs = -tokens.float() / 7
+        both[0].record(tokens, logprobs)
+        draw_kernels.record(both[1], tokens, logprobs)
+        for name in ("lengths", "generated", "last_tokens"):
+            assert torch.equal(*(getattr(rows, name) for rows in both)), name
+    assert set(both[1].lengths.tolist()) == {-1, *(10 + row for row in range(computed, count) if row % 4 != 1)}
+    written = torch.arange(longest + 1, device=DEVICE) < both[0].generated[:, None]
+    for name in ("tokens", "logprobs"):
+        by_rows, by_kernel = (getattr(rows, name) for rows in both)
+        assert torch.equal(by_kernel, by_rows.where(written, 0)), name
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ Page 0 belongs to nobody, so that a table may name it where a row has no page.
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from dapo.rollout.native.paged.pool import Pool, PoolShape
 COPY_BYTES = 64 * 2**20
 """Most that :func:`copy_pages` has in temporary memory."""
 
-_ENOUGH_PROGRAMS = 4
+_ENOUGH_PROGRAMS = 3.8  # 256 rows of two key heads on 132 processors are 3.88
 _WANTED_PROGRAMS = 8
+_SHORT_CONTEXT = 0 if os.environ.get("DAPO_WIDE_PROGRAMS") == "0" else 1280 * 64  # numbers, of the keys of one head
 _LEAST_TOKENS = 128
 _MOST_SPLITS = 64
 
@@ -32,10 +34,11 @@ def attend(
     table: Tensor,
     lengths: Tensor,
     splits: int = 1,
+    wide: bool = False,
 ) -> Tensor:
     """:func:`decode_attention` where there is a GPU, :func:`decode_attention_reference` where there is none."""
     if query.is_cuda:
-        return decode_attention(spec, query, key, value, pool.address, pool.shape, table, lengths, splits)
+        return decode_attention(spec, query, key, value, pool.address, pool.shape, table, lengths, splits, wide)
     return decode_attention_reference(spec, query, key, value, pool.tensor, table, lengths)
 
 
@@ -49,6 +52,7 @@ def decode_attention(
     table: Tensor,
     lengths: Tensor,
     splits: int,
+    wide: bool = False,
 ) -> Tensor:
     """Store one new token per row and attend from it over the row's tokens, itself included. Triton kernels, on the
     current device and stream; nothing waits for the device, so a CUDA graph can capture it.
@@ -59,9 +63,11 @@ def decode_attention(
         address: int64 ``[1]``, where a pool of ``shape`` lies.
         table: int32 ``[R, P]``, the pages of each row in order; what lies beyond the new token's page is not used.
         lengths: int32 ``[R]``, tokens already stored. The new one is stored at this position, in a page that no other
-            row has. -1: the row is idle, nothing is read or stored for it.
-        splits: programs that share the context of one row and key head, see :func:`choose_splits`. Results differ
-            between numbers of splits by rounding; for one number, a row's depends on nothing but the row.
+            row has. -1: the row is idle, nothing is read or stored for it. The kernel launched before must write
+            neither these nor table and address: they may be read while it runs (``model.compiling.starts_early``).
+        splits, wide: programs that share the context of one row and key head, and whether each has more warps, see
+            :func:`choose_programs`. Results differ between them by rounding; for one choice, a row's depends on nothing
+            but the row.
 
     Returns:
         ``[R, H, D]`` contiguous, in query's type; zeros for idle rows.
@@ -69,7 +75,7 @@ def decode_attention(
     from dapo.rollout.native.paged import attention_kernel  # needs Triton
 
     _check(query, key, value, shape, table, lengths)
-    tile = attention_kernel.choose_tile(shape.head_dim, query.shape[1] // shape.kv_heads, shape.dtype)
+    tile = attention_kernel.choose_tile(shape.head_dim, query.shape[1] // shape.kv_heads, shape.dtype, wide)
     return attention_kernel.launch(spec, query, key, value, address, shape, table, lengths, splits, tile)
 
 
@@ -100,18 +106,21 @@ def decode_attention_reference(
     return out
 
 
-def choose_splits(rows: int, kv_heads: int, max_context_tokens: int, processors: int) -> int:
-    """Into how many programs to split the context of a row and key head.
+def choose_programs(rows: int, shape: PoolShape, max_context_tokens: int, processors: int) -> tuple[int, bool]:
+    """Into how many programs to split the context of a row and key head, and whether they are wide.
 
-    1 where rows and key heads alone give each processor four programs: two of them have more reads under way than its
-    share of the bandwidth needs, and splitting costs a second kernel. Otherwise as many as give each eight, so that
-    rows of different lengths even out, but none of less than 128 tokens.
+    1 where rows and key heads alone give each processor some four programs: two of them have more reads under way than
+    its share of the bandwidth needs, and splitting costs a second kernel. With fewer programs, wide ones are through a
+    short context sooner than two kernels. Otherwise as many as give each processor eight, so that rows of different
+    lengths even out, but none of less than 128 tokens.
     """
-    programs = rows * kv_heads
+    programs = rows * shape.kv_heads
     if programs >= _ENOUGH_PROGRAMS * processors:
-        return 1
+        return 1, False
+    if max_context_tokens * shape.head_dim <= _SHORT_CONTEXT and shape.dtype == torch.bfloat16:
+        return 1, True
     wanted = math.ceil(_WANTED_PROGRAMS * processors / programs)
-    return max(1, min(wanted, max_context_tokens // _LEAST_TOKENS, _MOST_SPLITS))
+    return max(1, min(wanted, max_context_tokens // _LEAST_TOKENS, _MOST_SPLITS)), False
 
 
 def store(pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:

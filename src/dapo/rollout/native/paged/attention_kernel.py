@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dapo.model.attention import AttentionSpec
+from dapo.model.compiling import starts_early
 from dapo.rollout.native.paged.pool import PoolShape
 
 
@@ -35,7 +36,7 @@ class Tile:
     stages: int
 
 
-def choose_tile(head_dim: int, group: int, dtype: torch.dtype) -> Tile:
+def choose_tile(head_dim: int, group: int, dtype: torch.dtype, wide: bool = False) -> Tile:
     """The shape of a program. Fixed by head size, query heads per key head and type: no tuning when an engine starts.
 
     An H100 or H200 moves 3.3 to 4.8 TB/s with some 700 ns from request to arrival, so by Little's law each of its 132
@@ -54,14 +55,15 @@ def choose_tile(head_dim: int, group: int, dtype: torch.dtype) -> Tile:
     for 8 KB, so at full bandwidth (21 bytes per clock and processor) one of the four schedulers' slots is in use. At
     D = 64 every tile that was tried reads 3.4 to 3.6 TB/s on an H200 (which copies at 4.2). At D = 128 this one reads
     3.6, two warps with blocks of 32 read 3.4, and one warp with blocks of 16, which is all its registers hold, 3.2.
-    With wider heads or more than 16 query heads one warp cannot hold the accumulator.
+    With wider heads or more than 16 query heads one warp cannot hold the accumulator. Where ``wide`` programs are asked
+    for, there are too few to fill the processors: a step of 128 keys takes them hardly longer than one of 32.
 
     Float32 is exact and not fast: its products run on the ordinary units, so the block is small and the warps are many.
     """
     if dtype == torch.float32:
         return Tile(block=16, warps=4, stages=2)
     if head_dim <= 64 and group <= 16:
-        return Tile(block=32, warps=1, stages=3)
+        return Tile(block=128, warps=4, stages=3) if wide else Tile(block=32, warps=1, stages=3)
     return Tile(block=64 if head_dim <= 128 and group <= 16 else 32, warps=4, stages=3)
 
 
@@ -111,6 +113,7 @@ def _attend(
     DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
     ONE: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -126,11 +129,6 @@ def _attend(
     head = kv_head * GROUP + group
     in_tile = (group < GROUP)[:, None] & (dim < DIM)[None, :]
     out_place = (row * (KV_HEADS * GROUP) + head)[:, None] * DIM + dim[None, :]
-    if length < 0:
-        if ONE:
-            tl.store(out + out_place, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=in_tile)
-        return
-
     page_size: tl.constexpr = KV_HEADS * PAGE_TOKENS * DIM
     pool = tl.multiple_of(where.to(tl.pointer_type(DTYPE)), 16)
     keys = pool + layer.to(tl.int64) * 2 * pages * page_size + kv_head * (PAGE_TOKENS * DIM)
@@ -147,6 +145,15 @@ def _attend(
     column = tl.arange(0, BLOCK_N)
     table += row * table_row
     page = tl.load(table + (begin + column) // PAGE_TOKENS, mask=begin + column < end, other=0)
+
+    if EARLY:  # what was read so far no kernel of a step has written but its last one
+        tl.extra.cuda.gdc_wait()
+        if not ONE:  # what comes after attention is not ours and may not wait
+            tl.extra.cuda.gdc_launch_dependents()
+    if length < 0:
+        if ONE:
+            tl.store(out + out_place, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=in_tile)
+        return
 
     # the type of the pool, so that a new key weighs now what it will weigh when it is read back
     q = tl.load(query + row * query_row + head[:, None] * query_head + dim[None, :], mask=in_tile, other=0.0).to(DTYPE)
@@ -212,6 +219,7 @@ def _combine(
     splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -219,7 +227,10 @@ def _combine(
     row = tl.program_id(0).to(tl.int64)
     head = row * HEADS + tl.program_id(1)
     dim = tl.arange(0, BLOCK_D)
-    if tl.load(lengths + row) < 0:
+    length = tl.load(lengths + row)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if length < 0:
         tl.store(out + head * DIM + dim, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=dim < DIM)
         return
     split = tl.arange(0, BLOCK_S)
@@ -256,6 +267,8 @@ def launch(
     if splits > 1:
         partial = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
         extremes = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
+    # Triton's interpreter does not know launch_pdl
+    early = {"EARLY": True, "launch_pdl": True} if starts_early(query.device) else {"EARLY": False}
     block_d = max(16, triton.next_power_of_2(dim))  # 16: the least that a matrix product sums over
     _attend[(rows, shape.kv_heads, splits)](
         *(query, key, value, address, table, lengths, out, partial, extremes),
@@ -265,9 +278,7 @@ def launch(
         spec.scaling,
         spec.window,
         spec.softcap,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
+        *(stride for x in (query, key, value) for stride in x.stride()[:2]),
         table.stride(0),
         KV_HEADS=shape.kv_heads,
         GROUP=group,
@@ -282,6 +293,7 @@ def launch(
         BLOCK_N=tile.block,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **early,
     )
     if splits > 1:
         _combine[(rows, heads)](
@@ -292,5 +304,6 @@ def launch(
             BLOCK_S=16 if splits <= 16 else triton.next_power_of_2(splits),
             BLOCK_D=block_d,
             num_warps=4,
+            **early,
         )
     return out

@@ -9,9 +9,12 @@ Truncation is the threshold per row of :func:`dapo.rollout.native.sampler.thresh
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
+from dapo.rollout.native.rows import Rows
 from dapo.rollout.native.sampler import RowSettings, thresholds
 
 
@@ -40,6 +43,15 @@ def draw(logits: Tensor, uniform: Tensor, settings: RowSettings, *, truncate: bo
     from dapo.rollout.native.paged import draw_kernels
 
     return draw_kernels.draw(logits, uniform, settings, truncate=truncate)
+
+
+def record(rows: Rows, tokens: Tensor, logprobs: Tensor) -> None:
+    """:meth:`Rows.record`, on CUDA as one kernel."""
+    if not tokens.is_cuda or os.environ.get("DAPO_RECORD_KERNEL") == "0":
+        return rows.record(tokens, logprobs)
+    from dapo.rollout.native.paged import draw_kernels
+
+    draw_kernels.record(rows, tokens, logprobs)
 
 
 def draw_reference(logits: Tensor, uniform: Tensor, settings: RowSettings, *, truncate: bool) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ The work is bound by memory: 1024 rows of 151,936 float32 are 622 MB, 0.21 ms at
 
 * ``_partials`` reads the logits, once, and leaves the largest z of every block and the block's sum of exponentials.
 * ``_choose`` finds from those sums the block that holds the token, and reads that block again: 17 MB, 0.01 ms.
+* ``_record`` writes tokens down, which are some 14 small kernels in PyTorch.
 * ``_thresholds`` runs only when something truncates: a bisection, which reads a row once for each halving.
 
 A token is only ever taken where its own exponential is positive, whatever rounding says of sums: sums of different
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dapo.rollout.native.rows import Rows
 from dapo.rollout.native.sampler import RowSettings
 
 # 16 KB of a row. Four warps then hold 32 logits per thread, eight loads of 16 bytes in flight, and 8 programs to a
@@ -29,6 +31,8 @@ from dapo.rollout.native.sampler import RowSettings
 BLOCK = 4096
 PARTIALS_WARPS = 4
 CHOOSE_WARPS = 8  # 16 values per thread of the float64 cumulative sum: 128 registers, none spilled
+
+RECORD_BLOCK = 32
 
 # One program per row, and 64 bytes in flight per thread. A search reads the row at most 32 times; on 152k normal logits
 # (in NumPy) 14 times for the top 50, 20 for 0.95 of the mass, 7 for that after the top 50. With the two other readings,
@@ -65,6 +69,17 @@ def draw(
             BLOCK=block, num_warps=CHOOSE_WARPS,
         )  # fmt: skip
     return tokens, logprobs
+
+
+def record(rows: Rows, tokens: Tensor, logprobs: Tensor) -> None:
+    """:meth:`Rows.record` as one kernel; of idle rows it writes nothing."""
+    count = len(tokens)
+    state = (rows.lengths, rows.generated, rows.limits, rows.last_tokens, rows.tokens, rows.logprobs)
+    with torch.cuda.device_of(tokens):
+        _record[(triton.cdiv(count, RECORD_BLOCK),)](
+            tokens, logprobs, *state, rows.stop_ids, count, rows.tokens.shape[1],
+            STOP_IDS=len(rows.stop_ids), BLOCK=RECORD_BLOCK, num_warps=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -138,6 +153,27 @@ def _choose(
     sound = (total > 0) & (total < float("inf"))
     tl.store(tokens + row, (chosen * BLOCK + place).to(tl.int64))
     tl.store(logprobs + row, tl.where(sound, score - shift - tl.log(total), float("nan")).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _record(
+    tokens, logprobs, lengths, generated, limits, last_tokens, all_tokens, all_logprobs, stop_ids, count, width,
+    STOP_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    length = tl.load(lengths + row, mask=row < count, other=-1)
+    active = length >= 0
+    token = tl.load(tokens + row, mask=active, other=0)
+    at = tl.load(generated + row, mask=active, other=0)
+    done = at + 1 >= tl.load(limits + row, mask=active, other=0)
+    for stop in range(STOP_IDS):
+        done |= token == tl.load(stop_ids + stop)
+    place = row.to(tl.int64) * width + at
+    tl.store(all_tokens + place, token.to(tl.int32), mask=active)
+    tl.store(all_logprobs + place, tl.load(logprobs + row, mask=active), mask=active)
+    tl.store(generated + row, at + 1, mask=active)
+    tl.store(last_tokens + row, token, mask=active)
+    tl.store(lengths + row, tl.where(done, -1, length + 1), mask=active)
 
 
 @triton.jit

@@ -21,8 +21,8 @@ from dapo.model.attention import AttentionSpec
 from dapo.model.forward import hidden_states, output_head
 from dapo.model.packed import PackedAttention
 from dapo.rollout.engine import EngineError, NoMemoryError
-from dapo.rollout.native.paged.attention import attend, choose_splits, copy_pages, store
-from dapo.rollout.native.paged.draw import draw
+from dapo.rollout.native.paged.attention import attend, choose_programs, copy_pages, store
+from dapo.rollout.native.paged.draw import draw, record
 from dapo.rollout.native.paged.pool import Pool
 from dapo.rollout.native.pages import PageArray, slots_of
 from dapo.rollout.native.rows import IDLE, Rows, RowsRunner
@@ -148,8 +148,8 @@ class PagedRunner(RowsRunner):
         """One token for each of the first ``rows`` rows."""
         state = self.state
         lengths = state.lengths[:rows]
-        splits = choose_splits(rows, self.pool.shape.kv_heads, self._max_sequence, _processors(state.device))
-        context = _Decode(self.pool, state.table[:rows], lengths, splits)
+        programs = choose_programs(rows, self.pool.shape, self._max_sequence, _processors(state.device))
+        context = _Decode(self.pool, state.table[:rows], lengths, programs)
         positions = lengths.clamp(min=0).long()
         hidden = hidden_states(self.model, state.last_tokens[:rows], positions, context)
         logits = self._head.logits(hidden)
@@ -158,7 +158,7 @@ class PagedRunner(RowsRunner):
         tokens, logprobs = draw(logits, uniform, settings, truncate=variant.truncate)
         if variant.top:
             state.record_top(*top_logprobs(logits, settings, variant.top))
-        state.record(tokens, logprobs)
+        record(state, tokens, logprobs)
 
 
 class _CudaSteps:
@@ -230,12 +230,12 @@ class _Prefill:
 class _Decode:
     """One token per row over its pages; the rows lie side by side like the tokens of one packed row."""
 
-    def __init__(self, pool: Pool, table: Tensor, lengths: Tensor, splits: int) -> None:
-        self._pool, self._table, self._lengths, self._splits = pool, table, lengths, splits
+    def __init__(self, pool: Pool, table: Tensor, lengths: Tensor, programs: tuple[int, bool]) -> None:
+        self._pool, self._table, self._lengths, self._programs = pool, table, lengths, programs
 
     def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [R, heads, D] each
-        return attend(self._pool, spec, query, key, value, self._table, self._lengths, self._splits).unsqueeze(0)
+        return attend(self._pool, spec, query, key, value, self._table, self._lengths, *self._programs).unsqueeze(0)
 
 
 def ladder(rows: int) -> list[int]:
