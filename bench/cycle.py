@@ -35,13 +35,15 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import runner
+import settings
 from peers.trl import PARTS
-from runner import Outcome, Side, assigned, assignment, odd, positive, run_side
+from runner import Outcome, Side, assigned, odd, positive, run_side
 from work import SHAPES, Shape, Task
 
 KNOWN_SECONDS = 97.0
@@ -70,24 +72,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, with those filled in that depend on device and model."""
-    parser = runner.make_parser(__doc__, ["ours", "search", "compare"], PARTS)
+    sizes = {"shape": None, "samples": None, "limit": None, "concurrent": 1024, "micro_tokens": 32768, "set": []}
+    parser = runner.make_parser(__doc__, COMMANDS, PARTS, model=None, **sizes)
     add = parser.add_argument
-    add("--model", type=Path, help="folder of the real model; without, random weights")
     add("--rows", type=Path, help="JSON Lines file with prompt and answer")
-    add("--shape", choices=sorted(SHAPES), help="of random weights: 0.5b, or on a CPU the demo's")
     add("--prompts", type=positive, help="128; on a CPU 16 for the demo model, else 8")
-    add("--samples", type=positive, help="for each prompt: 16, on a CPU 8")
     add("--updates", type=positive, default=4)
-    add("--limit", type=positive, help="response tokens at most: 768, on a CPU 28")
     add("--natural", action="store_true", help="on a CPU: responses end at their stop token")
     add("--threads", type=positive, help="on a CPU: 1 for the demo model, else all cores")
-    add("--concurrent", type=positive, default=1024, help="sequences at once in our engine")
-    add("--micro-tokens", type=positive, default=32768, help="of ours, on a GPU: tokens of a forward pass")
     add("--warmup", type=positive, default=1, help="cycles that do not count")
     add("--cycles", type=odd, help="that count: 5 of ours; on a CPU 11 for the demo model, else 3")
     add("--peer-cycles", type=odd, help="of TRL's that count: 1, on a CPU as many as of ours")
     add("--rounds", type=odd, help="times that the sides take turns: 1, on a CPU 3")
-    add("--set", nargs="+", type=assignment, default=[], metavar="KEY=VALUE", help="keys of our recipe")
     options = parser.parse_args(arguments)
     cuda = options.device == "cuda"
     kind = "demo" if not cuda and options.model is None and options.shape is None else options.device
@@ -132,16 +128,15 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
-    return shown(
-        options, runner.search(options, asdict(task_of(options)), lambda setting: their_side(options, setting))
-    )
+    task = task_of(options)
+    found = settings.search(options, settings.TRL, title(task), partial(their_side, options))
+    return shown(options, {"work": asdict(task)} | found)
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Ours, on a GPU also with the old log-probs recomputed, and TRL at its best."""
     task = task_of(options)
-    # on a CPU there is little to search
-    best = runner.best_setting(options, asdict(task), "defaults" if options.device == "cpu" else None)
+    best = settings.best(options, settings.TRL, title(task))
     sides: dict[str, Any] = {"ours": lambda number: our_side(options, "ours", number)}
     if options.device == "cuda":
         keys = {"algorithm.proximal": "recompute"}
@@ -156,13 +151,14 @@ def our_side(options: argparse.Namespace, name: str, number: int = 0, keys: dict
     """Ours, with keys of the recipe beside those of ``--set``."""
     task = replace(task_of(options), seed=number + 1)
     job = {"do": "ours_training:cycles", "task": asdict(task), "set": assigned(options.set) | (keys or {})}
-    return summary(run_side(options, f"{name}-{number + 1}", job | threads(task)), task)
+    return runner.told(summary(run_side(options, f"{name}-{number + 1}", job | threads(task)), task), ROWS)
 
 
 def their_side(options: argparse.Namespace, setting: str, number: int = 0) -> Side:
     task = replace(task_of(options), seed=number + 1, cycles=options.peer_cycles)
     job = {"do": "peers.trl_jobs:cycles", "task": asdict(task), "setting": setting}
-    return summary(run_side(options, f"trl-{setting}-{number + 1}", job | threads(task)), task) | {"setting": setting}
+    side = summary(run_side(options, f"trl-{setting}-{number + 1}", job | threads(task)), task)
+    return runner.told(side | {"setting": setting}, ROWS)
 
 
 def threads(task: Task) -> dict[str, Any]:
@@ -212,12 +208,18 @@ def _is_known(task: Task) -> bool:
     return sizes == ("cuda", 128, 16, 4, 768) and Shape.read(task.model) == SHAPES["0.5b"]
 
 
+def title(task: Task) -> str:
+    """The work in short, by which settings are kept."""
+    model = task.model if task.model == "demo" else Shape.read(task.model).name
+    return f"{model}, {task.prompts} x {task.samples}, up to {task.limit} tokens, {task.updates} updates"
+
+
 def shown(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     """Measure the card, and print the table."""
-    task = found["work"]
-    found["limits"] = runner.measure_card(options).first("limits") or None
-    sizes = f"{task['prompts']} x {task['samples']} samples, {task['updates']} updates, up to {task['limit']} tokens"
-    runner.show(f"one cycle of {sizes}; {task['dtype']}, {task['device']}, {task['model']}", found, ROWS)
+    limits = runner.measure_card(options)
+    found["limits"] = asdict(limits) if limits else None
+    task = task_of(options)
+    runner.show(f"one cycle of {title(task)}; {task.dtype}, {task.device}", found, ROWS)
     return found
 
 

@@ -228,8 +228,8 @@ def trl(options: argparse.Namespace) -> None:
     config = load_config(recipe_path("gsm8k-1gpu"), overrides(options))
     options.out = Path(str(config.run.dir))
     options.out.mkdir(parents=True, exist_ok=True)
-    card = runner.measure_card(options).first("limits")
-    (options.out / "card.json").write_text(json.dumps(card), encoding="utf-8")
+    card = runner.measure_card(options)
+    (options.out / "card.json").write_text(json.dumps(asdict(card) if card else {}), encoding="utf-8")
     task = task_of(config, options.data / "train.jsonl")
     job = {"do": "peers.trl_jobs:learn", "task": asdict(task), "setting": options.setting, "reward": "math"}
     job |= {"out": str(options.out), "heldout": str(options.data / "test.jsonl")}

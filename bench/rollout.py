@@ -4,7 +4,7 @@ usage: python bench/rollout.py COMMAND --out FOLDER [--peer-path SITE] ...
 
   ours      the rollout with our engine alone
   search    the rollout with vLLM in each of the settings of --search
-  compare   ours, vLLM's best setting searched (or --best), vLLM's defaults; the ratios come last
+  compare   ours, vLLM's best setting kept (or --best), vLLM's defaults; the ratios come last
   startup   process start to first token, with an empty compile cache and with the cache that this left
 
 The rollout is ``--samples`` responses to each of ``--prompts`` prompts, up to ``--limit`` tokens, T = 1, log-probs on.
@@ -39,9 +39,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import runner
+import settings
 import steady
 from peers.vllm import PARTS
-from runner import Outcome, Side, best_setting, positive, run_side
+from runner import Outcome, Side, positive, run_side
 from work import (
     INSTRUCTION,
     SHAPES,
@@ -69,6 +70,7 @@ ROWS = (
     ("tokens", "tokens", ",d", 1),
     ("seconds", "seconds", ".2f", 1),
     ("speed", "tokens/s", ",.0f", 1),
+    ("each", "tokens/s, ", ",.0f", 1),
     *steady.SHARES,
     ("memory", "memory, GB: ", ".1f", 1e9),
     ("mismatch", "engine - trainer log-prob: ", ",.5g", 1),
@@ -80,14 +82,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = runner.make_parser(__doc__, sorted(COMMANDS), PARTS, patience=300)
+    sizes = {"shape": "0.5b", "samples": 16, "limit": 768, "concurrent": 1024}
+    parser = runner.make_parser(__doc__, COMMANDS, PARTS, 300, model=None, **sizes)
     add = parser.add_argument
-    add("--model", type=Path, help="folder of the real model; without, random weights")
-    add("--shape", default="0.5b", choices=sorted(SHAPES), help="of random weights")
     add("--prompts", default="128", help="how many, or with --model a JSON Lines file with 'prompt'")
-    add("--samples", type=positive, default=16, help="for each prompt")
-    add("--limit", type=positive, default=768, help="response tokens at most")
-    add("--concurrent", type=positive, default=1024, help="sequences at once in our engine")
     add("--repeats", type=positive, default=3, help="of ours; the median counts")
     add("--peer-repeats", type=positive, default=1, help="of vLLM's; the best counts")
     add("--points", nargs="+", type=steady.point, metavar="ROWSxCONTEXT", help="steady decoding, with random weights")
@@ -150,18 +148,28 @@ def read_prompts(model: Path, file: Path) -> tuple[list[list[int]], list[int]]:
 def describe(options: argparse.Namespace, works: list[Rollout]) -> dict[str, Any]:
     """The work without its token ids."""
     work = works[-1]
+    found = {name: getattr(work, name) for name in ("model", "random", "temperature", "device", "dtype")}
+    found["title"] = title(options, works)
     if options.points:
-        same = {name: getattr(work, name) for name in ("model", "random", "temperature", "device", "dtype")}
-        return same | {"points": [point.name for point in options.points], "steps": options.limit}
+        return found | {"points": [point.name for point in options.points], "steps": options.limit}
     sizes = {"prompts": len(work.prompts), "prompt_tokens": sum(map(len, work.prompts)), "limit": max(work.limits)}
-    return {name: value for name, value in asdict(work).items() if name not in ("limits", "stop_ids")} | sizes
+    return found | sizes | {"samples": work.samples, "concurrent": work.concurrent}
+
+
+def title(options: argparse.Namespace, works: list[Rollout]) -> str:
+    """The work in short, by which settings are kept."""
+    work, shape = works[-1], Shape.read(works[-1].model).name
+    if options.points:
+        return f"{shape}, {' '.join(point.name for point in options.points)}, {options.limit} steps"
+    how = ", random weights" if work.random else ""
+    return f"{shape}{how}, {len(work.prompts)} x {work.samples}, up to {max(work.limits)} tokens"
 
 
 # --- the rollout ------------------------------------------------------------------------------------------------------
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
-    works, card = make_works(options), runner.measure_card(options).limits
+    works, card = make_works(options), runner.measure_card(options)
     return shown({"work": describe(options, works), "sides": [our_side(options, works, card)]}, card)
 
 
@@ -175,15 +183,15 @@ def run_rollouts(options: argparse.Namespace, name: str, works: list[Rollout], r
 def our_side(options: argparse.Namespace, works: list[Rollout], card: Limits | None) -> Side:
     side = run_rollouts(options, "ours", works, options.repeats)
     if options.points:
-        return steady.figures(options.points, side, works, card)
-    return summary(side, works, card, median) | {"mismatch": side.first("mismatch") or None}
+        return runner.told(steady.figures(options.points, side, works, card), steady.ROWS)
+    return runner.told(summary(side, works, card, median) | {"mismatch": side.first("mismatch") or None}, ROWS)
 
 
 def their_side(options: argparse.Namespace, works: list[Rollout], setting: str, card: Limits | None) -> Side:
     engine = steady.engine_arguments(works) if options.points else {}
     side = run_rollouts(options, f"vllm-{setting}", works, options.peer_repeats, setting=setting, engine=engine)
     found = steady.figures(options.points, side, works, card) if options.points else summary(side, works, card, max)
-    return found | {"setting": setting}
+    return runner.told(found | {"setting": setting}, steady.ROWS if options.points else ROWS)
 
 
 def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Callable[[list[float]], float]) -> Side:
@@ -200,22 +208,24 @@ def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Ca
     if runs:
         speed = choose([run["speed"] for run in runs])
         chosen = min(runs, key=lambda run: abs(run["speed"] - speed)) | {"speed": speed}
-    return side.facts() | chosen | {"runs": runs, "start_seconds": side.seconds_to("first batch")}
+    each = {f"run {i}": run["speed"] for i, run in enumerate(runs, 1)}
+    return side.facts() | chosen | {"runs": runs, "each": each, "start_seconds": side.seconds_to("first batch")}
 
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
-    works, card = make_works(options), runner.measure_card(options).limits
-    found = runner.search(options, describe(options, works), lambda setting: their_side(options, works, setting, card))
-    return shown(found, card)
+    works, card = make_works(options), runner.measure_card(options)
+    measure = partial(their_side, options, works, card=card)
+    found = settings.search(options, settings.VLLM, title(options, works), measure)
+    return shown({"work": describe(options, works)} | found, card)
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    works, card = make_works(options), runner.measure_card(options).limits
-    best = best_setting(options, describe(options, works))
+    works, card = make_works(options), runner.measure_card(options)
+    best = settings.best(options, settings.VLLM, title(options, works))
     sides: dict[str, Callable[[int], Side]] = {"ours": lambda _: our_side(options, works, card)}
     for name, setting in {"vLLM best": best, "vLLM defaults": None if options.points else "defaults"}.items():
         if setting:
-            sides[name] = partial(lambda setting, _: their_side(options, works, setting, card), setting)
+            sides[name] = lambda _, setting=setting: their_side(options, works, setting, card)
     rounds = runner.alternate(sides)
     if options.points:
         compared = steady.conclude(options.points, [side for (side,) in rounds.values()])
@@ -250,14 +260,10 @@ def void_reasons(work: Rollout, sides: list[Side]) -> list[str]:
 
 def shown(found: dict[str, Any], card: Limits | None) -> dict[str, Any]:
     found["limits"] = asdict(card) if card else None
-    work = found["work"]
-    if "points" in work:
-        runner.show(f"{work['model']} (random weights), {work['steps']} steps, log-probs on", found, steady.ROWS)
-        return found
-    what = "random weights, listed lengths" if work["random"] else "real model"
-    sizes = f"{work['prompts']} x {work['samples']}, up to {work['limit']} tokens, T = {work['temperature']:g}"
-    runner.show(f"{work['model']} ({what}), {sizes}, log-probs on", found, ROWS)
-    if "known_rate" in found and found["known_rate"] is None:
+    runner.show(
+        f"{found['work']['title']}, T = 1, log-probs on", found, steady.ROWS if "points" in found["work"] else ROWS
+    )
+    if found.get("known_rate", 0) is None:
         runner.console.print("nothing is known of vLLM's rate on this work, so it was not held against vLLM")
     return found
 

@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 import runner
-from runner import Outcome, Side, assigned, assignment, odd, positive, run_side
+from runner import Outcome, Side, assigned, odd, positive, run_side
 from work import SHAPES, Task
 
 LONGEST_PROMPT = 64
@@ -57,20 +57,15 @@ MEMORY = (
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    return runner.run_command(parse(arguments), {"ours": ours, "sizes": sizes})
+    return runner.run_command(parse(arguments), COMMANDS)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = runner.make_parser(__doc__, ["ours", "sizes"])
+    parser = runner.make_parser(__doc__, COMMANDS, shape="0.5b", samples=None, limit=None, micro_tokens=None, set=[])
     add = parser.add_argument
-    add("--shape", default="0.5b", choices=sorted(SHAPES))
     add("--groups", type=positive, help="of the mini-batch; 32, or 4 for sizes")
-    add("--samples", type=positive, help="of a group; 16, or 8 for sizes")
-    add("--limit", type=positive, help="response tokens at most; 768, or 4096 for sizes")
-    add("--micro-tokens", type=positive, help="of a forward pass of ours; 32768, or full for sizes")
     add("--warmup", type=positive, default=2)
     add("--repeats", type=odd, default=5)
-    add("--set", nargs="+", type=assignment, default=[], metavar="[SIZE:]KEY=VALUE", help="keys of our recipe")
     add("--size", nargs="+", default=["1.5b", "7b"], choices=sorted(SHAPES))
     options = parser.parse_args(arguments)
     whole = options.command == "sizes"
@@ -182,6 +177,8 @@ def memory(side: Outcome) -> Side:
         "seconds": side.first("cycle").get("seconds"),
     }
 
+
+COMMANDS = {"ours": ours, "sizes": sizes}
 
 if __name__ == "__main__":
     runner.script(main)

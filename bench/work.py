@@ -62,6 +62,12 @@ class Shape:
         return folder
 
     @property
+    def name(self) -> str:
+        """As in ``SHAPES``, or the number of parameters."""
+        named = {shape: name for name, shape in SHAPES.items()}
+        return named.get(self, f"{self.parameters / 1e6:.0f}M")
+
+    @property
     def layer_parameters(self) -> int:
         """All parameters but embeddings and head."""
         kv, q = self.num_key_value_heads * self.head_dim, self.num_attention_heads * self.head_dim
@@ -255,6 +261,12 @@ class Rollout:
 
     def first_token(self) -> Rollout:
         return replace(self, prompts=self.prompts[:1], limits=[1], samples=1)
+
+
+def warmups(works: Sequence[Rollout]) -> list[Rollout]:
+    """A short rollout for all works of the same prompts."""
+    first = [work for i, work in enumerate(works) if all(work.prompts != other.prompts for other in works[:i])]
+    return [work.warmup() for work in first]
 
 
 def drawn_lengths(count: int) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from peers import named
 from runner import Report
-from work import Rollout
+from work import Rollout, warmups
 
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "defaults": {},
@@ -51,8 +51,8 @@ def rollout(job: dict[str, Any], report: Report) -> None:
     report.say("ready")
     _sample(llm, first.first_token(), setting)
     report.say("first token")
-    for work in works[::2]:  # the two of a point are warmed up alike
-        _sample(llm, work.warmup(), setting)
+    for work in warmups(works):
+        _sample(llm, work, setting)
     report.say("first batch")
     for _ in range(job["repeats"]):
         for number, work in enumerate(works):
