@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -238,20 +238,20 @@ def run_side(options: argparse.Namespace, name: str, job: dict[str, Any]) -> Out
     Of the options it needs ``out`` (where its files go), ``patience``, ``keep`` and ``peer_path``.
     """
     files = {kind: options.out / f"{name}.{kind}" for kind in ("job.json", "jsonl", "log")}
-    text = json.dumps(job)
+    text, before = json.dumps(job), Outcome(name, time.time(), [], None)
     if options.keep and files["job.json"].is_file() and files["job.json"].read_text(encoding="utf-8") == text:
-        records = read_records(files["jsonl"])
-        if records and records[-1]["kind"] == "done":
+        before = Outcome(name, files["job.json"].stat().st_mtime, read_records(files["jsonl"]), None)
+        if before.of("done"):
             console.print(f"{name}: as measured before")
-            return Outcome(name, files["job.json"].stat().st_mtime, records, None)
-    spawned, error = time.time(), None
+            return before
     if _left(options) <= 0:
-        error = f"{name} not started: --within is over"
+        error = f"{name} not started: --within is over" + ("; begun once" if before.records else "")
         console.print(error, style="red", markup=False)
-        return Outcome(name, spawned, [], error)
+        return replace(before, error=error)
     files["jsonl"].unlink(missing_ok=True)
     files["job.json"].write_text(text, encoding="utf-8")
     console.print(f"{name} ...")
+    spawned, error = time.time(), None
     code = _spawn(options, job, files)
     if code != 0:
         how = f"not done after {time.time() - spawned:.0f} s" if code is None else f"ended with code {code}"
@@ -372,12 +372,17 @@ def told(side: Side, rows: Rows) -> Side:
     return side
 
 
+def side_by_side(sides: Sequence[Side], rows: Rows) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table of all that is known of sides."""
+    known = [figures(side, rows) for side in sides]
+    labels = dict.fromkeys(label for row in rows for side in sides for label in figures(side, [row]))
+    names = (side["name"] + (f" ({side['setting']})" if "setting" in side else "") for side in sides)
+    return ["", *names], [[label, *(one.get(label, "-") for one in known)] for label in labels]
+
+
 def show(title: str, found: Mapping[str, Any], rows: Rows) -> None:
     """The sides as columns, then ratios, or why there are none."""
-    known = [figures(side, rows) for side in found["sides"]]
-    labels = dict.fromkeys(label for row in rows for side in found["sides"] for label in figures(side, [row]))
-    names = (side["name"] + (f" ({side['setting']})" if "setting" in side else "") for side in found["sides"])
-    table(title, ["", *names], [[label, *(one.get(label, "-") for one in known)] for label in labels])
+    table(title, *side_by_side(found["sides"], rows))
     for limits in [of["limits"] for of in (found, *found["sides"]) if of.get("limits")][:1]:
         show_limits(limits)
     for name, ratio in found.get("ratios", {}).items():

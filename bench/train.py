@@ -30,7 +30,7 @@ from typing import Any
 
 import runner
 from runner import Outcome, Side, assigned, odd, positive, run_side
-from work import SHAPES, Task
+from work import SHAPES, Cost, Task
 
 LONGEST_PROMPT = 64
 """Tokens of the made-up prompts of ``sizes``, at most."""
@@ -43,7 +43,8 @@ ROWS = (
     ("seconds", "seconds", ".4f", 1),
     ("speed", "tokens/s, of the sequences", ",.0f", 1),
     ("computed_per_second", "tokens/s, computed", ",.0f", 1),
-    ("share", "share of the measured rate", ".1%", 1),
+    ("share_of_operations", "of the measured matrix rate", ".1%", 1),
+    ("share_of_peak_operations", "of the maker's matrix rate", ".1%", 1),
     ("hand_over", "hand-over, ms", ".2f", 1e-3),
     ("memory", "memory, GB: ", ".1f", 1e9),
 )
@@ -100,10 +101,12 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
     keys = {key.removeprefix("training."): value for key, value in settings(options.set, options.shape).items()}
     job = {"do": "ours_training:update", "model": str(model), "set": keys}
     job |= {name: getattr(options, name) for name in names}
-    sides = [summary(run_side(options, name, job | {"shared": name == "shared"})) for name in ("shared", "alone")]
-    found = {"shape": options.shape, "micro_tokens": options.micro_tokens, "sides": sides}
+    shared, alone = (
+        runner.told(summary(run_side(options, name, job | {"shared": name == "shared"})), ROWS)
+        for name in ("shared", "alone")
+    )
+    found = {"shape": options.shape, "micro_tokens": options.micro_tokens, "sides": [shared, alone]}
     runner.show(f"one update, {options.shape}", found, ROWS)
-    shared, alone = sides
     if shared["speed"] and alone["speed"]:
         found["fewer_tokens"] = 1 - shared["computed"] / alone["computed"]
         found["less_time"] = 1 - shared["seconds"] / alone["seconds"]
@@ -128,9 +131,9 @@ def summary(side: Outcome) -> Side:
             "micro_batches": chosen["micro_batches"],
             "speed": work["tokens"] / seconds,
             "computed_per_second": work["computed"] / seconds,
-            "share": work["operations"] / seconds / limits.operations_per_second,
             "skipped": sum(bool(update["skipped"]) for update in side.of("update")),
         }
+        found |= Cost(0, work["operations"]).shares(limits, seconds)
     return found
 
 
@@ -159,7 +162,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
         )
         job = {"do": "ours_training:cycles", "task": asdict(task), "set": settings(options.set, shape)}
         job |= {"predict": True, "weights": "bfloat16" if shape == "7b" else "float32"}
-        found.append(memory(run_side(options, f"size-{shape}", job)))
+        found.append(runner.told(memory(run_side(options, f"size-{shape}", job)), MEMORY))
     runner.show(f"most memory of a step with responses of {options.limit} tokens", {"sides": found}, MEMORY)
     return {"limit": options.limit, "sides": found}
 

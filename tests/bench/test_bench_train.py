@@ -48,7 +48,7 @@ def test_training_is_timed_with_and_without_shared_prompts(tmp_path: Path) -> No
     for side in found["sides"]:
         assert side["seconds"] == pytest.approx(sum(side["phases"].values()))
         assert side["hand_over"] > 0
-        assert side["share"] > 0 and side["skipped"] == 0 and len(side["updates"]) == 2
+        assert side["share_of_operations"] > 0 and side["skipped"] == 0 and len(side["updates"]) == 2
 
 
 def test_memory_is_predicted_beside_what_is_taken(tmp_path: Path) -> None:

@@ -1,0 +1,236 @@
+"""All of it in one command: limits of the card, rollout beside vLLM, an update, a whole cycle beside TRL, decoding.
+
+usage: python bench/all.py --out FOLDER --model FOLDER --rows FILE --prompts FILE --peer-path SITE [--within SECONDS]
+       python bench/all.py --out FOLDER --device cpu [--model FOLDER] [--prompts FILE --peer-path SITE]
+
+Parts, one after the other; ``--parts`` names those to run, and others that FOLDER holds stay in the report:
+
+  rollout   ``rollout.py compare``: the real model with ours, vLLM's best setting kept (settings.json), its defaults
+  update    ``train.py ours``, on a GPU
+  cycle     ``cycle.py compare``: ours and TRL's best setting kept
+  demo      the demo model's cycle, on a CPU
+  1.5b, 7b  steady decoding at 256x1k, 64x4k and 16x16k with ours and vLLM's best setting; only if named
+
+What a side measured is printed when it ends. A side that fails, or for which ``--within`` leaves no time, is named, and
+the others go on. The same command again takes the sides that FOLDER holds and runs what is missing; with ``--within 0``
+it only reports. At the end there is one table, which is in FOLDER/report.md and report.json, too. Where a comparison is
+void by its benchmark's own rules, its reasons stand in place of the ratio, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cycle
+import rollout
+import runner
+import steady
+import train
+from runner import Side, console, number
+from work import Limits
+
+POINTS = "--points 256x1k 64x4k 16x16k --limit 256 --repeats 2"
+SIZES = {
+    "cuda": {"rollout": "", "update": "", "cycle": "", "1.5b": f"--shape 1.5b {POINTS}", "7b": f"--shape 7b {POINTS}"},
+    "cpu": {"demo": "", "cycle": "", "rollout": "--samples 2 --limit 32 --concurrent 64 --repeats 1"},
+}
+"""The parts that there are on a device, and their options."""
+BENCHES: dict[str, ModuleType] = {"update": train, "cycle": cycle, "demo": cycle}
+"""Of parts; of the others it is the rollout."""
+FIGURES = {
+    rollout: (("tokens/s", "speed", ",.0f", 1, ""),),
+    train: (("tokens/s", "speed", ",.0f", 1, ""), ("hand-over, ms", "hand_over", ".2f", 1e-3, "")),
+    cycle: (("s", "seconds", ".2f", 1, ""), ("processor time, s", "cpu_seconds", ".2f", 1, ", processor time")),
+}
+"""What the last table has of a part: unit, key of a side, format, scale, and what the name of the ratio ends with."""
+HEADS = ("", "ours", "peer", "peer's", "ratio", "of the measured limit", "of the maker's peak")
+Part = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    options = parse(arguments)
+    return runner.run_command(options, {"report": run})
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options, with those of each part (``parts``) as its benchmark takes them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for results and logs")
+    add("--device", default="cuda", choices=["cuda", "cpu"])
+    add("--model", type=Path, help="folder of the real model")
+    add("--rows", type=Path, help="JSON Lines file with prompt and answer, of the cycle on a GPU")
+    add("--prompts", type=Path, help="JSON Lines file with prompt, of the rollout")
+    add("--peer-path", type=Path, help="folder that pip installed the peers to with --target")
+    add("--settings", type=Path, default=runner.SETTINGS, help="file of the peers' best settings")
+    add("--parts", nargs="+", metavar="PART", choices=sorted(SIZES["cuda"] | SIZES["cpu"]))
+    add("--patience", type=float, default=560, help="seconds that a side may take")
+    add("--within", type=float, default=math.inf, help="seconds for all sides")
+    parser.set_defaults(command="report", keep=True)
+    options = parser.parse_args(arguments)
+    there, given = SIZES[options.device], {}
+    for name in options.parts or there:
+        lack = None if name in there else f"not on {options.device}"
+        lack = lack or lacking(options, name)
+        if lack and options.parts:
+            parser.error(f"--parts {name}: {lack}")
+        if lack:
+            console.print(f"{name} is left out: {lack}", markup=False)
+        elif options.parts or name not in ("1.5b", "7b"):
+            given[name] = bench(name).parse([*part_arguments(options, name), *shlex.split(there[name])])
+    options.parts = given
+    return options
+
+
+def bench(part: str) -> ModuleType:
+    return BENCHES.get(part, rollout)
+
+
+def lacking(options: argparse.Namespace, part: str) -> str | None:
+    """What a part cannot be run without."""
+    needs = {"rollout": ["model", "prompts"], "cycle": ["model", "rows"] if options.device == "cuda" else ["model"]}
+    missing = [f"--{name}" for name in needs.get(part, []) if getattr(options, name) is None]
+    if missing:
+        return f"needs {' and '.join(missing)}"
+    return "vLLM is not there" if part == "rollout" and options.device == "cpu" and not has(options, "vllm") else None
+
+
+def has(options: argparse.Namespace, package: str) -> bool:
+    """Whether a peer's process will find a package."""
+    at = options.peer_path and (options.peer_path / package).is_dir()
+    return bool(at) or importlib.util.find_spec(package) is not None
+
+
+def part_arguments(options: argparse.Namespace, part: str) -> list[str]:
+    given: dict[str, Any] = {"out": options.out / part, "device": options.device, "patience": options.patience}
+    if part in ("rollout", "cycle"):
+        given["model"] = options.model
+    if part == "rollout":
+        given["prompts"] = options.prompts
+    if part == "cycle" and options.device == "cuda":
+        given["rows"] = options.rows
+    if part != "update":
+        given["settings"] = options.settings
+        # on a CPU TRL may be here and vLLM there, whose other packages need not fit TRL
+        own = (
+            bench(part) is rollout or options.device == "cuda" or (options.peer_path or Path()).joinpath("trl").is_dir()
+        )
+        given["peer_path"] = options.peer_path if own else None
+    pairs = [[f"--{name.replace('_', '-')}", str(value)] for name, value in given.items() if value is not None]
+    return ["ours" if part == "update" else "compare", "--keep", *(text for pair in pairs for text in pair)]
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All parts that were asked for; the report is written anew after each."""
+    card = runner.measure_card(options)
+    found = report(options, card)
+    for name, given in options.parts.items():
+        console.rule(name)
+        given.card, given.within = card, options.ends - time.monotonic()
+        try:
+            part = runner.run_command(given, bench(name).COMMANDS)
+        except Exception as error:  # the other parts go on
+            console.print_exception()
+            part = {"sides": [], "void": [f"{type(error).__name__}: {error}"]}
+        part |= {"date": date.today().isoformat(), "command": shlex.join(sys.argv)}
+        (options.out / f"{name}.json").write_text(json.dumps(part, indent=1), encoding="utf-8")
+        found = report(options, card)
+    console.rule("all")
+    if card:
+        runner.show_limits(asdict(card))
+    runner.table("", HEADS, found["rows"])
+    for reason in found["void"]:
+        console.print(f"VOID: {reason}", style="red", markup=False)
+    return found
+
+
+def report(options: argparse.Namespace, card: Limits | None) -> dict[str, Any]:
+    """Write report.md, and return what is in it, of all parts that FOLDER holds."""
+    files = {name: options.out / f"{name}.json" for name in dict.fromkeys([*SIZES[options.device], *options.parts])}
+    parts = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
+    rows = [*card_rows(card), *(row for name, part in parts.items() for row in part_rows(name, part))]
+    sides = [side for part in parts.values() for side in part["sides"]]
+    machines = [side["machine"]["versions"] for side in sides if side["machine"]]
+    versions = sorted({f"{package} {version}" for of in machines for package, version in of.items()})
+    void = [f"{name}: {reason}" for name, part in parts.items() for reason in part.get("void", [])]
+    device = card.device if card else "card not measured"
+    lines = [f"{device}, {date.today().isoformat()}; {', '.join(versions)}", "", *markdown(HEADS, rows)]
+    for name, part in parts.items():
+        heads, cells = runner.side_by_side(part["sides"], rows_of(name, part))
+        lines += ["", f"## {name}", "", f"`{part['command']}`, {part['date']}", "", *markdown(heads, cells)]
+        errors = [side["error"] for side in part["sides"] if side["error"]]
+        lines += ["", *(f"    {line}" for error in errors for line in error.splitlines())] if errors else []
+    (options.out / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return {"card": card and asdict(card), "rows": rows, "void": void, "parts": parts, "sides": sides}
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def markdown(heads: Any, rows: Any) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+
+
+def rows_of(name: str, part: Part) -> runner.Rows:
+    return steady.ROWS if "points" in part.get("work", {}) else bench(name).ROWS
+
+
+def card_rows(card: Limits | None) -> Iterator[list[str]]:
+    for name, key in (("copy, TB/s", "bytes_per_second"), ("matrix product, TFLOP/s", "operations_per_second")):
+        rate, peak = getattr(card, key, None), getattr(card and card.peak, key, None)
+        share = rate / peak if rate and peak else None
+        yield [name, number(rate, ",.4g", 1e12), "", "", "", "", number(share, ".1%")]
+
+
+def part_rows(name: str, part: Part) -> Iterator[list[str]]:
+    """For each figure of a part and each side of ours a row beside each of the peer's."""
+    points = part.get("work", {}).get("points", [""])
+    ours, peers = ([side for side in part["sides"] if ("setting" in side) == of] for of in (False, True))
+    for unit, key, form, scale, end in FIGURES[bench(name)]:
+        for point, mine, theirs in ((p, a, b) for p in points for a in ours for b in peers or [None]):
+            value = at(mine, "rate" if point else key, point)
+            if value is None and at(theirs, key, point) is None and key not in ("speed", "seconds"):
+                continue
+            lead, own = (f"{point}, ", [r for r in part["void"] if r.endswith(f" {point}")]) if point else ("", None)
+            reasons = part.get("void", []) if own is None else own
+            ratio = part.get("ratios", {}).get(f"{lead}{mine['name']} / {theirs['name']}{end}") if theirs else None
+            other = at(theirs, "rate" if point else key, point)
+            yield [
+                f"{name}, {lead}{unit}" + (f" ({mine['name']})" if len(ours) > 1 else ""),
+                number(value, form, scale),
+                f"{theirs['name']} ({theirs['setting']})" if theirs else "",
+                number(other, form, scale) if theirs else "",
+                f"{ratio:.2f}x" if ratio else f"void: {'; '.join(reasons)}" if reasons else "",
+                *(share(mine, point, peak) if key == "speed" else "" for peak in ("", "peak_")),
+            ]
+
+
+def at(side: Side | None, key: str, point: str) -> Any:
+    value = (side or {}).get(key)
+    return value.get(point) if isinstance(value, dict) else value
+
+
+def share(side: Side, point: str, peak: str) -> str:
+    """Of the limit that is nearer: memory or matrix products."""
+    found = {kind: at(side, f"share_of_{peak}{kind}", point) for kind in ("bytes", "operations")}
+    kind = max(found, key=lambda kind: found[kind] or 0)
+    return f"{found[kind]:.1%} of {kind}" if found[kind] else ""
+
+
+if __name__ == "__main__":
+    runner.script(main)
