@@ -44,7 +44,7 @@ from work import Limits
 POINTS = "--points 256x1k 64x4k 16x16k --limit 256 --repeats 2"
 SIZES = {
     "cuda": {"rollout": "", "update": "", "cycle": "", "1.5b": f"--shape 1.5b {POINTS}", "7b": f"--shape 7b {POINTS}"},
-    "cpu": {"demo": "", "cycle": "", "rollout": "--samples 2 --limit 32 --concurrent 64 --repeats 1"},
+    "cpu": {"demo": "", "cycle": "--rounds 1", "rollout": "--samples 2 --limit 32 --concurrent 64 --repeats 1"},
 }
 """The parts that there are on a device, and their options."""
 BENCHES: dict[str, ModuleType] = {"update": train, "cycle": cycle, "demo": cycle}

@@ -37,6 +37,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             add("--setting", choices=sorted(SETTINGS), help="without: as the recipe says")
             add("--split", choices=["judge", "test"], required=True, help="what it is evaluated on")
         else:
-            add("--setting", default="defaults", type=runner.setting_of(PARTS), help="of TRL")
+            add("--setting", default="defaults", type=partial(runner.setting_of, PARTS), help="of TRL")
             add("--peer-path", type=Path, help="folder that pip installed TRL and vLLM to with --target")
             add("--every", type=float, default=1.0, help="minutes between evaluations")
             one.set_defaults(split="test", device="cuda", keep=False, patience=None)

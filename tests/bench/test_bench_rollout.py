@@ -219,8 +219,8 @@ def test_a_point_that_a_side_lacks_is_void_and_the_others_hold() -> None:
 def test_sides_that_have_no_time_left_are_ended_and_the_table_is_printed(
     tmp_path: Path, peer: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run(tmp_path, "compare", *peer, "--points", "3x80", "--best", "flat", "--within", "0.1", "--limit", "8")
-    assert all("not done after 0 s" in side["error"] for side in found["sides"])
+    found = run(tmp_path, "compare", *peer, "--points", "3x80", "--best", "flat", "--within", "0", "--limit", "8")
+    assert all("not started: --within is over" in side["error"] for side in found["sides"])
     assert found["ratios"] == {} and "VOID: ours has no figure at 3x80" in capsys.readouterr().out
 
 
