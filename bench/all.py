@@ -20,116 +20,86 @@ void by its benchmark's own rules, its reasons stand in place of the ratio, and 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import math
 import shlex
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import cycle
-import rollout
 import runner
 import steady
-import train
 from runner import Side, console, number
 from work import Limits
 
-POINTS = "--points 256x1k 64x4k 16x16k --limit 256 --repeats 2"
-SIZES = {
-    "cuda": {"rollout": "", "update": "", "cycle": "", "1.5b": f"--shape 1.5b {POINTS}", "7b": f"--shape 7b {POINTS}"},
-    "cpu": {"demo": "", "cycle": "--rounds 1", "rollout": "--samples 2 --limit 32 --concurrent 64 --repeats 1"},
+POINTS = "--points 256x1k 64x4k 16x16k --limit 256 --repeats 2 --peer-path {peer_path}"
+PARTS = {
+    "cuda": {
+        "rollout": "rollout compare --model {model} --prompts {prompts} --peer-path {peer_path}",
+        "update": "train ours",
+        "cycle": "cycle compare --model {model} --rows {rows} --peer-path {peer_path}",
+        "1.5b": f"rollout compare --shape 1.5b {POINTS}",
+        "7b": f"rollout compare --shape 7b {POINTS}",
+    },
+    "cpu": {  # where vLLM's packages need not fit TRL, which is that of this environment
+        "demo": "cycle compare",
+        "cycle": "cycle compare --model {model} --rounds 1",
+        "rollout": "rollout compare --model {model} --prompts {prompts} --peer-path {peer_path} --samples 2 --limit 32"
+        " --concurrent 64 --repeats 1",
+    },
 }
-"""The parts that there are on a device, and their options."""
-BENCHES: dict[str, ModuleType] = {"update": train, "cycle": cycle, "demo": cycle}
-"""Of parts; of the others it is the rollout."""
+"""By device: module, command and options of each part, which cannot be run without the options in braces."""
 FIGURES = {
-    rollout: (("tokens/s", "speed", ",.0f", 1, ""),),
-    train: (("tokens/s", "speed", ",.0f", 1, ""), ("hand-over, ms", "hand_over", ".2f", 1e-3, "")),
-    cycle: (("s", "seconds", ".2f", 1, ""), ("processor time, s", "cpu_seconds", ".2f", 1, ", processor time")),
+    "rollout": (("tokens/s", "speed", ",.0f", 1, ""),),
+    "train": (("tokens/s", "speed", ",.0f", 1, ""), ("hand-over, ms", "hand_over", ".2f", 1e-3, "")),
+    "cycle": (("s", "seconds", ".2f", 1, ""), ("processor time, s", "cpu_seconds", ".2f", 1, ", processor time")),
 }
-"""What the last table has of a part: unit, key of a side, format, scale, and what the name of the ratio ends with."""
+"""What the last table has, by module: unit, key of a side, format, scale, and what the name of the ratio ends with."""
 HEADS = ("", "ours", "peer", "peer's", "ratio", "of the measured limit", "of the maker's peak")
 Part = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    options = parse(arguments)
-    return runner.run_command(options, {"report": run})
+    return runner.run_command(parse(arguments), {"report": run})
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, with those of each part (``parts``) as its benchmark takes them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runner.make_parser(__doc__, (), model=None)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder for results and logs")
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--model", type=Path, help="folder of the real model")
     add("--rows", type=Path, help="JSON Lines file with prompt and answer, of the cycle on a GPU")
     add("--prompts", type=Path, help="JSON Lines file with prompt, of the rollout")
     add("--peer-path", type=Path, help="folder that pip installed the peers to with --target")
     add("--settings", type=Path, default=runner.SETTINGS, help="file of the peers' best settings")
-    add("--parts", nargs="+", metavar="PART", choices=sorted(SIZES["cuda"] | SIZES["cpu"]))
-    add("--patience", type=float, default=560, help="seconds that a side may take")
-    add("--within", type=float, default=math.inf, help="seconds for all sides")
+    add("--parts", nargs="+", choices=list(PARTS["cuda"] | PARTS["cpu"]), help="without: all but 1.5b and 7b")
     parser.set_defaults(command="report", keep=True)
     options = parser.parse_args(arguments)
-    there, given = SIZES[options.device], {}
-    for name in options.parts or there:
-        lack = None if name in there else f"not on {options.device}"
-        lack = lack or lacking(options, name)
+    there, given = PARTS[options.device], {}
+    for name in options.parts or [name for name in there if name not in ("1.5b", "7b")]:
+        if name not in there:
+            parser.error(f"--parts {name}: not on {options.device}; there are {', '.join(there)}")
+        bench, command, *words = there[name].split()
+        lack = [f"--{word[1:-1].replace('_', '-')}" for word in words if word[0] == "{" and not value(options, word)]
         if lack and options.parts:
-            parser.error(f"--parts {name}: {lack}")
+            parser.error(f"--parts {name}: needs {' and '.join(lack)}")
         if lack:
-            console.print(f"{name} is left out: {lack}", markup=False)
-        elif options.parts or name not in ("1.5b", "7b"):
-            given[name] = bench(name).parse([*part_arguments(options, name), *shlex.split(there[name])])
+            console.print(f"{name} is left out: needs {' and '.join(lack)}", markup=False)
+            continue
+        words = [command, "--keep", *(value(options, word) for word in words)]
+        words += ["--out", str(options.out / name), "--device", options.device, "--patience", str(options.patience)]
+        words += ["--settings", str(options.settings)] if command == "compare" else []
+        given[name] = bench, import_module(bench).parse(words)
     options.parts = given
     return options
 
 
-def bench(part: str) -> ModuleType:
-    return BENCHES.get(part, rollout)
-
-
-def lacking(options: argparse.Namespace, part: str) -> str | None:
-    """What a part cannot be run without."""
-    needs = {"rollout": ["model", "prompts"], "cycle": ["model", "rows"] if options.device == "cuda" else ["model"]}
-    missing = [f"--{name}" for name in needs.get(part, []) if getattr(options, name) is None]
-    if missing:
-        return f"needs {' and '.join(missing)}"
-    return "vLLM is not there" if part == "rollout" and options.device == "cpu" and not has(options, "vllm") else None
-
-
-def has(options: argparse.Namespace, package: str) -> bool:
-    """Whether a peer's process will find a package."""
-    at = options.peer_path and (options.peer_path / package).is_dir()
-    return bool(at) or importlib.util.find_spec(package) is not None
-
-
-def part_arguments(options: argparse.Namespace, part: str) -> list[str]:
-    given: dict[str, Any] = {"out": options.out / part, "device": options.device, "patience": options.patience}
-    if part in ("rollout", "cycle"):
-        given["model"] = options.model
-    if part == "rollout":
-        given["prompts"] = options.prompts
-    if part == "cycle" and options.device == "cuda":
-        given["rows"] = options.rows
-    if part != "update":
-        given["settings"] = options.settings
-        # on a CPU TRL may be here and vLLM there, whose other packages need not fit TRL
-        own = (
-            bench(part) is rollout or options.device == "cuda" or (options.peer_path or Path()).joinpath("trl").is_dir()
-        )
-        given["peer_path"] = options.peer_path if own else None
-    pairs = [[f"--{name.replace('_', '-')}", str(value)] for name, value in given.items() if value is not None]
-    return ["ours" if part == "update" else "compare", "--keep", *(text for pair in pairs for text in pair)]
+def value(options: argparse.Namespace, word: str) -> str:
+    """The word, or what the option in braces was given; empty: nothing."""
+    return str(getattr(options, word[1:-1]) or "") if word[0] == "{" else word
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -139,15 +109,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """All parts that were asked for; the report is written anew after each."""
     card = runner.measure_card(options)
     found = report(options, card)
-    for name, given in options.parts.items():
+    for name, (bench, given) in options.parts.items():
         console.rule(name)
         given.card, given.within = card, options.ends - time.monotonic()
         try:
-            part = runner.run_command(given, bench(name).COMMANDS)
+            part = runner.run_command(given, import_module(bench).COMMANDS)
         except Exception as error:  # the other parts go on
             console.print_exception()
             part = {"sides": [], "void": [f"{type(error).__name__}: {error}"]}
-        part |= {"date": date.today().isoformat(), "command": shlex.join(sys.argv)}
+        part |= {"bench": bench, "date": date.today().isoformat(), "command": shlex.join(sys.argv)}
         (options.out / f"{name}.json").write_text(json.dumps(part, indent=1), encoding="utf-8")
         found = report(options, card)
     console.rule("all")
@@ -161,7 +131,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def report(options: argparse.Namespace, card: Limits | None) -> dict[str, Any]:
     """Write report.md, and return what is in it, of all parts that FOLDER holds."""
-    files = {name: options.out / f"{name}.json" for name in dict.fromkeys([*SIZES[options.device], *options.parts])}
+    files = {name: options.out / f"{name}.json" for name in PARTS[options.device]}
     parts = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
     rows = [*card_rows(card), *(row for name, part in parts.items() for row in part_rows(name, part))]
     sides = [side for part in parts.values() for side in part["sides"]]
@@ -171,7 +141,7 @@ def report(options: argparse.Namespace, card: Limits | None) -> dict[str, Any]:
     device = card.device if card else "card not measured"
     lines = [f"{device}, {date.today().isoformat()}; {', '.join(versions)}", "", *markdown(HEADS, rows)]
     for name, part in parts.items():
-        heads, cells = runner.side_by_side(part["sides"], rows_of(name, part))
+        heads, cells = runner.side_by_side(part["sides"], rows_of(part))
         lines += ["", f"## {name}", "", f"`{part['command']}`, {part['date']}", "", *markdown(heads, cells)]
         errors = [side["error"] for side in part["sides"] if side["error"]]
         lines += ["", *(f"    {line}" for error in errors for line in error.splitlines())] if errors else []
@@ -186,8 +156,9 @@ def markdown(heads: Any, rows: Any) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
 
 
-def rows_of(name: str, part: Part) -> runner.Rows:
-    return steady.ROWS if "points" in part.get("work", {}) else bench(name).ROWS
+def rows_of(part: Part) -> runner.Rows:
+    rows: runner.Rows = steady.ROWS if "points" in part.get("work", {}) else import_module(part["bench"]).ROWS
+    return rows
 
 
 def card_rows(card: Limits | None) -> Iterator[list[str]]:
@@ -201,27 +172,26 @@ def part_rows(name: str, part: Part) -> Iterator[list[str]]:
     """For each figure of a part and each side of ours a row beside each of the peer's."""
     points = part.get("work", {}).get("points", [""])
     ours, peers = ([side for side in part["sides"] if ("setting" in side) == of] for of in (False, True))
-    for unit, key, form, scale, end in FIGURES[bench(name)]:
-        for point, mine, theirs in ((p, a, b) for p in points for a in ours for b in peers or [None]):
-            value = at(mine, "rate" if point else key, point)
-            if value is None and at(theirs, key, point) is None and key not in ("speed", "seconds"):
+    for unit, key, form, scale, end in FIGURES[part["bench"]]:
+        for point, mine, theirs in ((p, a, b) for p in points for a in ours for b in peers or [{}]):
+            lead, known = (f"{point}, ", "rate") if point else ("", key)
+            both = [at(side, known, point) for side in (mine, theirs)]
+            if key == "cpu_seconds" and both == [None, None]:  # on a GPU it is not counted
                 continue
-            lead, own = (f"{point}, ", [r for r in part["void"] if r.endswith(f" {point}")]) if point else ("", None)
-            reasons = part.get("void", []) if own is None else own
-            ratio = part.get("ratios", {}).get(f"{lead}{mine['name']} / {theirs['name']}{end}") if theirs else None
-            other = at(theirs, "rate" if point else key, point)
+            ratio = part.get("ratios", {}).get(f"{lead}{mine['name']} / {theirs.get('name')}{end}")
+            void = "; ".join(reason for reason in part.get("void", []) if reason.endswith(point))
             yield [
                 f"{name}, {lead}{unit}" + (f" ({mine['name']})" if len(ours) > 1 else ""),
-                number(value, form, scale),
+                number(both[0], form, scale),
                 f"{theirs['name']} ({theirs['setting']})" if theirs else "",
-                number(other, form, scale) if theirs else "",
-                f"{ratio:.2f}x" if ratio else f"void: {'; '.join(reasons)}" if reasons else "",
+                number(both[1], form, scale) if theirs else "",
+                f"{ratio:.2f}x" if ratio else f"void: {void}" if void else "",
                 *(share(mine, point, peak) if key == "speed" else "" for peak in ("", "peak_")),
             ]
 
 
-def at(side: Side | None, key: str, point: str) -> Any:
-    value = (side or {}).get(key)
+def at(side: Side, key: str, point: str) -> Any:
+    value = side.get(key)
     return value.get(point) if isinstance(value, dict) else value
 
 

@@ -106,7 +106,8 @@ def make_parser(
     of the settings of a peer."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("command", choices=sorted(commands))
+    if commands:
+        add("command", choices=sorted(commands))
     add("--out", type=Path, required=True, help="folder for results and logs")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--keep", action="store_true", help="use sides of the same job that the folder holds")

@@ -52,7 +52,8 @@ def test_on_a_cpu_a_side_that_fails_makes_its_part_void_and_the_same_command_tak
     (site / "vllm" / "__init__.py").write_text(STAND_IN)
     small = "--prompts 4 --samples 2 --updates 2 --cycles 1 --limit 5 --rounds 1"
     sizes = {"demo": small, "cycle": small, "rollout": "--samples 2 --limit 8 --repeats 1"}
-    monkeypatch.setitem(together.SIZES, "cpu", sizes)
+    parts = {name: f"{text} {sizes[name]}" for name, text in together.PARTS["cpu"].items()}
+    monkeypatch.setitem(together.PARTS, "cpu", parts)
     spawn = runner._spawn
 
     def quick(options: Any, job: dict[str, Any], files: Any) -> int | None:
@@ -138,10 +139,10 @@ def test_on_a_gpu_all_parts_run_with_the_settings_kept_and_shares_are_of_both_ki
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--parts", "rollout"], "--parts rollout: needs --model and --prompts"),
-        (["--parts", "cycle"], "--parts cycle: needs --model and --rows"),
+        (["--parts", "rollout"], "--parts rollout: needs --model and --prompts and --peer-path"),
+        (["--parts", "cycle"], "--parts cycle: needs --model and --rows and --peer-path"),
         (["--parts", "7b", "--device", "cpu"], "--parts 7b: not on cpu"),
-        (["--model", "gone", "--prompts", "p"], "--model gone: no such folder"),
+        (["--model", "gone", "--prompts", "p", "--peer-path", "s"], "--model gone: no such folder"),
     ],
 )
 def test_what_lacks_something_is_refused_before_anything_runs(
