@@ -25,6 +25,7 @@ from dapo.config import Config, load_config
 from dapo.config.plan import recipe_path
 from dapo.observe.progress import QuietListener
 from dapo.orchestrator.launch import run_experiment
+from runner import number
 from work import task_of
 
 
@@ -57,18 +58,10 @@ def main(arguments: list[str] | None = None) -> float:
     parser.set_defaults(peer_path=None, keep=False, patience=None)
     options = parser.parse_args(arguments)
     rows = [compare(seed, options) for seed in options.seeds]
-    lines = [
-        [
-            str(row["seed"]),
-            f"{row['seconds']:.0f}",
-            *(f"{row[name]:.1%}" for name in ("before", "ours", "theirs")),
-            f"{options.steps} / {row['their_rollouts']}",
-            f"{row['our_length']:.1f} / {row['their_length']:.1f}",
-        ]
-        for row in rows
-    ]
-    heads = ("seed", "seconds", "before", "dapo", "TRL", "rollouts, dapo / TRL", "length, dapo / TRL")
-    runner.table("greedy accuracy on held-out expressions after equal time", heads, lines)
+    heads = ("seed", "seconds", "before", "ours", "theirs", "rollouts of TRL", "length, dapo", "length, TRL")
+    forms = ("d", ".0f", ".1%", ".1%", ".1%", "d", ".1f", ".1f")
+    lines = [[number(value, form) for value, form in zip(row.values(), forms, strict=True)] for row in rows]
+    runner.table(f"greedy accuracy on held-out expressions after {options.steps} rollouts' time", heads, lines)
     difference = fmean(100 * (row["ours"] - row["theirs"]) for row in rows)
     print(f"{difference:+.1f} points")
     return difference
@@ -82,11 +75,8 @@ def compare(seed: int, options: argparse.Namespace) -> dict[str, Any]:
         make_world(config, world, QuietListener())
     ours, theirs = Watch(), Watch()
     run_experiment(config, ours)
-    job = {
-        "do": "peers.trl_jobs:learn",
-        "task": asdict(replace(task_of(config, world / "train.jsonl"), weight_decay=0.0, threads=1)),
-        "setting": "float32",
-    }
+    task = replace(task_of(config, world / "train.jsonl"), weight_decay=0.0, threads=1)
+    job: dict[str, Any] = {"do": "peers.trl_jobs:learn", "task": asdict(task), "setting": "float32"}
     job |= {"reward": "exact", "heldout": None, "seconds": ours.seconds, "out": str(trained)}
     job["environment"] = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     side = runner.run_side(options, f"trl-{seed}", job)
@@ -94,16 +84,10 @@ def compare(seed: int, options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(1)
     # no training: an evaluation by the same code
     run_experiment(recipe(seed, 0, world, trained / "model-after", trained / "evaluation"), theirs)
-    row = {
-        "seed": seed,
-        "seconds": ours.seconds,
-        "before": ours.evaluations[0]["eval/accuracy"],
-        "ours": ours.evaluations[-1]["eval/accuracy"],
-        "theirs": theirs.evaluations[-1]["eval/accuracy"],
-        "their_rollouts": side.first("trained")["rollouts"],
-        "our_length": ours.evaluations[-1]["eval/response_length"],
-        "their_length": theirs.evaluations[-1]["eval/response_length"],
-    }
+    (before, *_, after), told = ours.evaluations, theirs.evaluations[-1]
+    row = {"seed": seed, "seconds": ours.seconds, "before": before["eval/accuracy"], "ours": after["eval/accuracy"]}
+    row |= {"theirs": told["eval/accuracy"], "their_rollouts": side.first("trained")["rollouts"]}
+    row |= {"our_length": after["eval/response_length"], "their_length": told["eval/response_length"]}
     print(json.dumps(row), flush=True)
     return row
 

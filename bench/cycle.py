@@ -1,6 +1,6 @@
 """Whole DAPO cycles, ours beside TRL's GRPOTrainer: seconds, and where they go. On a GPU, or on a CPU.
 
-usage: python bench/cycle.py ours    --out FOLDER [--model FOLDER --rows FILE]
+usage: python bench/cycle.py ours    --out FOLDER --model FOLDER --rows FILE
        python bench/cycle.py search  --out FOLDER --model FOLDER --rows FILE --peer-path SITE --search SETTING ...
        python bench/cycle.py compare --out FOLDER --model FOLDER --rows FILE --peer-path SITE [--best SETTING]
        python bench/cycle.py compare --out FOLDER --device cpu [--model FOLDER] [--best SETTING]
@@ -15,8 +15,7 @@ own, one after the other; ``--warmup`` cycles are left out, the median of ``--cy
 of TRL: see ``peers/trl.py`` (PARTS).
 
 **On a GPU** TRL has colocated vLLM, and both sides our math reward, in four processes, the overlong punishment and
-bfloat16 compute. Without ``--model`` ours has random weights (``--shape``) and responses of ``--limit`` tokens: for
-development only. A comparison is void unless TRL is at least as fast as is known of it: 97 s a cycle at 128 x 16 and 4
+bfloat16 compute. A comparison is void unless TRL is at least as fast as is known of it: 97 s a cycle at 128 x 16 and 4
 updates with the 0.5B model on an NVIDIA H100 80GB (TRL 1.16, vLLM 0.25.1).
 
 **On a CPU** TRL has its ordinary generation, the model is the demo's (0.4 M parameters, random weights, float32, one
@@ -72,7 +71,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, with those filled in that depend on device and model."""
-    sizes = {"shape": None, "samples": None, "limit": None, "concurrent": 1024, "micro_tokens": 32768, "set": []}
+    sizes = {"samples": None, "limit": None, "concurrent": 1024, "micro_tokens": 32768, "set": []}
     parser = runner.make_parser(__doc__, COMMANDS, PARTS, model=None, **sizes)
     add = parser.add_argument
     add("--rows", type=Path, help="JSON Lines file with prompt and answer")
@@ -86,21 +85,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=odd, help="times that the sides take turns: 1, on a CPU 3")
     options = parser.parse_args(arguments)
     cuda = options.device == "cuda"
-    kind = "demo" if not cuda and options.model is None and options.shape is None else options.device
+    kind = "demo" if not cuda and options.model is None else options.device
     for name, value in DEFAULTS[kind].items():
         setattr(options, name, getattr(options, name) or value)
     options.peer_cycles = options.peer_cycles or options.cycles
-    options.demo = kind == "demo"
     if options.prompts % options.updates:
         parser.error(f"--prompts {options.prompts} cannot be cut into {options.updates} updates of whole groups")
-    if cuda and (options.model is None) != (options.rows is None):
-        parser.error("--model and --rows belong together")
+    if cuda and None in (options.model, options.rows):
+        parser.error("on a GPU it needs --model and --rows")
     if not cuda and options.rows is not None:
         parser.error("--rows: for a GPU only; on a CPU the verdict on a made-up row is a hash of the response")
-    if options.shape and options.command != "ours":
-        parser.error(f"--shape {options.shape}: random weights are for ours alone")
-    if cuda and options.model is None and options.command != "ours":
-        parser.error(f"{options.command} needs --model and --rows: TRL cannot be told the length of each response")
     for place in filter(None, (options.model, options.rows)):
         if not place.exists():
             parser.error(f"{place}: does not exist")
@@ -110,14 +104,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def task_of(options: argparse.Namespace) -> Task:
     names = ("prompts", "samples", "updates", "limit", "device", "threads", "concurrent", "micro_tokens", "warmup")
     sizes: dict[str, Any] = {name: getattr(options, name) for name in (*names, "cycles")} | {"shuffle": False}
-    shape = options.shape or "0.5b"
-    model = "demo" if options.demo else options.model or SHAPES[shape].write(options.out / f"shape-{shape}")
+    model = str(options.model or "demo")
     if options.device == "cuda":
-        rows = str(options.rows) if options.rows else None
-        return Task(str(model), rows, rows is not None, **sizes, overlong=max(1, options.limit // 6))
+        return Task(model, str(options.rows), **sizes, overlong=max(1, options.limit // 6))
     sizes |= {"longest_prompt": 0, "overlong": 0, "weight_decay": 0.0, "concurrent": options.prompts * options.samples}
     dtype = "bfloat16" if options.model else "float32"
-    return Task(str(model), natural=options.natural, dtype=dtype, **sizes)
+    return Task(model, natural=options.natural, dtype=dtype, **sizes)
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------

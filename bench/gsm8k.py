@@ -1,7 +1,7 @@
-"""GSM8K on one GPU: the data, the sweep that fixes learning rate and batch, the runs, TRL's run, and their curves.
+"""GSM8K on one GPU: the data, the runs, TRL's run, and their curves.
 
 usage: python bench/gsm8k.py data --train FILE --test FILE [--out runs/gsm8k-data] [--judge-rows 512]
-       python bench/gsm8k.py run --split judge|test [--setting NAME] [--minutes N] [--model FOLDER] [KEY=VALUE ...]
+       python bench/gsm8k.py run --split judge|test [--minutes N] [--model FOLDER] [KEY=VALUE ...]
        python bench/gsm8k.py trl [--setting NAME] [--peer-path SITE] [--minutes N] [--model FOLDER] [KEY=VALUE ...]
        python bench/gsm8k.py report RUN ... [--minute 10] [--out FOLDER]
 
@@ -10,10 +10,9 @@ usage: python bench/gsm8k.py data --train FILE --test FILE [--out runs/gsm8k-dat
 trains. Rows may have ``prompt`` and ``answer``, or ``question`` and a solution with "#### 72" at its end, as published;
 plain or .gz.
 
-``run`` is one run of the recipe with one of the settings of the sweep (``SETTINGS``; docs/results.md declared them
-before any was run). ``--split judge``: trained on rest.jsonl, evaluated on judge.jsonl. ``--split test``: trained on
-train.jsonl, evaluated on test.jsonl. Each is a run folder with metrics.jsonl; the rate of an 8192^3 bfloat16 matrix
-product of the card, measured just before, goes into card.json beside it.
+``run`` is one run of the recipe, with the keys named. ``--split judge``: trained on rest.jsonl, evaluated on
+judge.jsonl. ``--split test``: trained on train.jsonl, evaluated on test.jsonl. Each is a run folder with metrics.jsonl;
+the rate of an 8192^3 bfloat16 matrix product of the card, measured just before, goes into card.json beside it.
 
 ``trl`` trains with TRL's GRPOTrainer and colocated vLLM for so many minutes on the rows, prompts, reward, warm-up,
 batch, clipping and overlong punishment of the recipe, at a constant rate; dynamic sampling it does not have.
@@ -49,20 +48,12 @@ from dapo.data.text import open_text
 from dapo.errors import DataError, UserError
 from dapo.evaluation.benchmarks import GSM8K
 from dapo.observe.metrics import read_metrics
-from peers import named
 from peers.trl import PARTS
 from runner import console, number
 from work import measure_limits, task_of
 
 JUDGED_ROWS, SPLIT_SEED = 512, 0
 DATA = Path("runs/gsm8k-data")
-SETTINGS: dict[str, dict[str, Any]] = {
-    "lr3e-6": {"training.learning_rate": 3e-6},
-    "lr5e-6-falling": {"training.learning_rate": 5e-6, "training.final_learning_rate": 0.0},
-    "lr7e-6-falling": {"training.learning_rate": 7e-6, "training.final_learning_rate": 0.0},
-    "lr1e-5-falling": {"training.learning_rate": 1e-5, "training.final_learning_rate": 0.0},
-}
-"""The second sweep of docs/results.md; the first had 12 steps at constant 1e-5 and 2e-5, with 128 and 64 prompts."""
 
 
 def main(arguments: list[str] | None = None) -> Any:
@@ -81,7 +72,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--test", type=Path, required=True, help="its test.jsonl")
     add("--out", type=Path, default=DATA, help=f"folder for them ({DATA})")
     add("--judge-rows", type=int, default=JUDGED_ROWS, help=f"rows of judge.jsonl ({JUDGED_ROWS})")
-    for name, text in (("run", "as the recipe or a setting of the sweep says"), ("trl", "with TRL and vLLM")):
+    for name, text in (("run", "as the recipe says"), ("trl", "with TRL and vLLM")):
         one = commands.add_parser(name, help=f"train, {text}")
         add = one.add_argument
         add("--minutes", type=float, help="of rollout steps; by default as the recipe says")
@@ -91,7 +82,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         add("--out", type=Path, default=Path("runs"), help="folder that the run folder will lie in (runs)")
         add("overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe, such as evaluation.every=3")
         if name == "run":
-            add("--setting", choices=sorted(SETTINGS), help="without: as the recipe says")
             add("--split", choices=["judge", "test"], required=True, help="what it is evaluated on")
         else:
             add("--setting", default="defaults", type=partial(runner.setting_of, PARTS), help="of TRL")
@@ -110,9 +100,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def check_trl(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse what cannot be run to its end."""
-    trainer = named(PARTS, options.setting)["trainer"]
-    if trainer.get("vllm_enable_sleep_mode"):  # only TRL's own generate() wakes its cache
-        parser.error(f"--setting {options.setting}: the evaluations need vLLM awake; leave sleep out")
     for name in ("minutes", "every"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -190,7 +177,7 @@ def _same(prompt: str) -> str:
 def overrides(options: argparse.Namespace) -> list[str]:
     """What makes of the recipe the run that the options ask for."""
     ours = options.command == "run"
-    name = options.setting or "recipe" if ours else "trl"
+    name = "recipe" if ours else "trl"
     train = "rest" if options.split == "judge" else "train"
     values: dict[str, Any] = {
         "data.train": options.data / f"{train}.jsonl",
@@ -200,7 +187,6 @@ def overrides(options: argparse.Namespace) -> list[str]:
     }
     values |= {"model.path": options.model} if options.model else {}
     values |= {} if options.minutes is None else {"training.minutes": options.minutes}
-    values |= SETTINGS[options.setting] if ours and options.setting else {}
     return [*(f"{key}={value}" for key, value in values.items()), *options.overrides]
 
 

@@ -5,7 +5,6 @@ usage: python bench/rollout.py COMMAND --out FOLDER [--peer-path SITE] ...
   ours      the rollout with our engine alone
   search    the rollout with vLLM in each of the settings of --search
   compare   ours, vLLM's best setting kept (or --best), vLLM's defaults; the ratios come last
-  startup   process start to first token, with an empty compile cache and with the cache that this left
 
 The rollout is ``--samples`` responses to each of ``--prompts`` prompts, up to ``--limit`` tokens, T = 1, log-probs on.
 Tokens a second are completion tokens / (first submit to last sample). With ``--model FOLDER --prompts FILE`` it is the
@@ -29,7 +28,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import partial
@@ -56,17 +54,11 @@ from work import (
 
 KNOWN_RATE = 18_000
 """Tokens a second of vLLM 0.25.1 at its best on an NVIDIA H100 80GB: 0.5B model, 128 x 16, up to 768 tokens."""
-CACHES = {
-    "DAPO_CACHE": "dapo",
-    "XDG_CACHE_HOME": "xdg",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "VLLM_CACHE_ROOT": "vllm",
-    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-}
+CACHES = ("DAPO_CACHE", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+CACHES += ("VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE")
 """Variables of the folders of compiled code."""
 ROWS = (
-    ("start_seconds", "start, s", ".1f", 1),
+    ("seconds_to", "since the start, s: ", ".1f", 1),
     ("tokens", "tokens", ",d", 1),
     ("seconds", "seconds", ".2f", 1),
     ("speed", "tokens/s", ",.0f", 1),
@@ -89,7 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--repeats", type=positive, default=3, help="of ours; the median counts")
     add("--peer-repeats", type=positive, default=1, help="of vLLM's; the best counts")
     add("--points", nargs="+", type=steady.point, metavar="ROWSxCONTEXT", help="steady decoding, with random weights")
-    add("--sides", nargs="+", default=["ours"], choices=["ours", "vllm"], help="of startup")
+    add("--caches", type=Path, help="folder for compiled code; a new one: how long it takes to start with nothing")
     options = parser.parse_args(arguments)
     if options.model is not None and not options.model.is_dir():
         parser.error(f"--model {options.model}: no such folder")
@@ -177,7 +169,8 @@ def run_rollouts(options: argparse.Namespace, name: str, works: list[Rollout], r
     """A process that makes the rollouts ``repeats`` times, with vLLM if ``more`` of the job has a setting of it."""
     do = "peers.vllm:rollout" if "setting" in more else "ours:rollout"
     told = [{field.name: getattr(work, field.name) for field in fields(work)} for work in works]  # asdict takes seconds
-    return run_side(options, name, {"do": do, "works": told, "repeats": repeats} | more)
+    caches = {name: str(options.caches.resolve() / name.lower()) for name in CACHES} if options.caches else {}
+    return run_side(options, name, {"do": do, "works": told, "repeats": repeats, "environment": caches} | more)
 
 
 def our_side(options: argparse.Namespace, works: list[Rollout], card: Limits | None) -> Side:
@@ -209,7 +202,8 @@ def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Ca
         speed = choose([run["speed"] for run in runs])
         chosen = min(runs, key=lambda run: abs(run["speed"] - speed)) | {"speed": speed}
     each = {f"run {i}": run["speed"] for i, run in enumerate(runs, 1)}
-    return side.facts() | chosen | {"runs": runs, "each": each, "start_seconds": side.seconds_to("first batch")}
+    seconds_to = {mark: side.seconds_to(mark) for mark in steady.MARKS}
+    return side.facts() | chosen | {"runs": runs, "each": each, "seconds_to": seconds_to}
 
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
@@ -268,24 +262,7 @@ def shown(found: dict[str, Any], card: Limits | None) -> dict[str, Any]:
     return found
 
 
-def startup(options: argparse.Namespace) -> dict[str, Any]:
-    """Each side twice: with empty caches, and with what the first start left in them."""
-    works, starts = make_works(options), []
-    for side in options.sides:
-        more = {"setting": options.best or "defaults", "engine": {}} if side == "vllm" else {}
-        cache = options.out.resolve() / f"cache-{side}-{int(time.time())}"
-        caches = {variable: str(cache / name) for variable, name in CACHES.items()}
-        for state in ("cold", "warm"):
-            outcome = run_rollouts(options, f"startup-{side}-{state}", works, 0, environment=caches, **more)
-            seconds = {kind: outcome.seconds_to(kind) for kind in steady.MARKS}
-            starts.append(outcome.facts() | {"seconds": seconds})
-    found = {"work": describe(options, works), "sides": starts}
-    title = "seconds from process start; ready: the engine exists; first batch: all rows, 16 tokens each"
-    runner.show(title, found, [("seconds", "", ".1f", 1)])
-    return found
-
-
-COMMANDS = {"ours": ours, "search": search, "compare": compare, "startup": startup}
+COMMANDS = {"ours": ours, "search": search, "compare": compare}
 
 if __name__ == "__main__":
     runner.script(main)

@@ -83,13 +83,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def settings(items: list[str], shape: str) -> dict[str, Any]:
     """Those of ``--set`` that are for a shape."""
-    heads = [item.partition(":")[0] for item in items]
-    mine = [
-        item.removeprefix(f"{shape}:")
-        for item, head in zip(items, heads, strict=True)
-        if head not in SHAPES or head == shape
-    ]
-    return assigned(mine)
+    split = [(item.partition(":"), item) for item in items]
+    return assigned(
+        [rest if head in SHAPES else item for (head, _, rest), item in split if head not in {*SHAPES} - {shape}]
+    )
 
 
 # --- tokens a second --------------------------------------------------------------------------------------------------
@@ -125,14 +122,9 @@ def summary(side: Outcome) -> Side:
     if updates and work and limits:
         chosen = updates[len(updates) // 2]
         seconds = chosen["seconds"]
-        found |= {
-            "seconds": seconds,
-            "phases": chosen["phases"],
-            "micro_batches": chosen["micro_batches"],
-            "speed": work["tokens"] / seconds,
-            "computed_per_second": work["computed"] / seconds,
-            "skipped": sum(bool(update["skipped"]) for update in side.of("update")),
-        }
+        found |= {name: chosen[name] for name in ("seconds", "phases", "micro_batches")}
+        found |= {"speed": work["tokens"] / seconds, "computed_per_second": work["computed"] / seconds}
+        found["skipped"] = sum(bool(update["skipped"]) for update in side.of("update"))
         found |= Cost(0, work["operations"]).shares(limits, seconds)
     return found
 
@@ -144,22 +136,11 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     found = []
     for shape in options.size:
         model = SHAPES[shape].write(options.out / f"shape-{shape}")
-        task = Task(
-            str(model),
-            natural=False,
-            prompts=options.groups,
-            samples=options.samples,
-            updates=min(2, options.groups),
-            limit=options.limit,
-            overlong=options.limit // 6,
-            longest_prompt=LONGEST_PROMPT,
-            device=options.device,
-            dtype="bfloat16" if options.device == "cuda" else "float32",
-            concurrent=options.groups * options.samples,
-            micro_tokens=options.micro_tokens,
-            warmup=0,
-            cycles=1,
-        )
+        sizes = {"prompts": options.groups, "samples": options.samples, "limit": options.limit}
+        sizes |= {"concurrent": options.groups * options.samples, "micro_tokens": options.micro_tokens}
+        sizes |= {"updates": min(2, options.groups), "overlong": options.limit // 6, "longest_prompt": LONGEST_PROMPT}
+        dtype = "bfloat16" if options.device == "cuda" else "float32"
+        task = Task(str(model), natural=False, device=options.device, dtype=dtype, warmup=0, cycles=1, **sizes)
         job = {"do": "ours_training:cycles", "task": asdict(task), "set": settings(options.set, shape)}
         job |= {"predict": True, "weights": "bfloat16" if shape == "7b" else "float32"}
         found.append(runner.told(memory(run_side(options, f"size-{shape}", job)), MEMORY))

@@ -4,8 +4,8 @@ All settings have loss type ``dapo``, Clip-Higher, no KL, float32 master weights
 default, if the task computes in bfloat16), AdamW (fused), the same samples per update as ours, and no logging,
 evaluation or checkpoints. TRL 1.16 computes log-probabilities in chunks in any setting (it calls its Liger loss
 deprecated), so there is no switch for that. Its attention in training is Transformers' default, ``sdpa``, in all of
-them: no other one was tried. Continuous batching on a CPU (``paged``) was many times slower than ordinary generation
-(demo model: 23.6 s against 0.87 s for the same rollouts).
+them: no other one was tried. Continuous batching on a CPU was many times slower than ordinary generation (demo model:
+23.6 s against 0.87 s for the same rollouts), and weights wholly in bfloat16 round small updates away.
 """
 
 from __future__ import annotations
@@ -25,22 +25,15 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "defaults": {},
     **{f"micro{n}": {"trainer": {"per_device_train_batch_size": n}} for n in (4, 8, 16, 32, 64)},
     "nockpt": {"trainer": {"gradient_checkpointing": False}},
-    "noratio": {"trainer": {"vllm_importance_sampling_correction": False}},
     "compile": {"trainer": {"torch_compile": True}},
-    "liger": {"trainer": {"use_liger_kernel": True}},  # its layers; needs liger-kernel
-    "paged": {"trainer": {"use_transformers_continuous_batching": True}},
     "float32": {"trainer": {"bf16": False}},
-    # weights, gradients and Adam in bfloat16: cheaper, though small updates are rounded away
-    "pure": {"trainer": {"bf16": False}, "model": {"dtype": "bfloat16"}},
     **{f"mem{n}": {"trainer": {"vllm_gpu_memory_utilization": n / 100}} for n in (20, 30, 40, 50)},
-    "sleep": {"trainer": {"vllm_enable_sleep_mode": True}},
     "async": {"engine": {"async_scheduling": True}},
-    "sync": {"engine": {"async_scheduling": False}},
     "batched16k": {"engine": {"max_num_batched_tokens": 16384}},
     **{f"seqs{n}": {"engine": {"max_num_seqs": n}} for n in (256, 512, 1024)},
     "graphs1024": {"engine": {"compilation_config": {"max_cudagraph_capture_size": 1024}}},
 }
-"""Arguments of ``GRPOConfig`` (trainer) and of ``vllm.LLM`` (engine), and the weights' type (model)."""
+"""Arguments of ``GRPOConfig`` (trainer) and of ``vllm.LLM`` (engine)."""
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
@@ -130,7 +123,7 @@ def make_trainer(
         engine = vllm_generation.LLM
         vllm_generation.LLM = lambda **arguments: engine(**(arguments | chosen["engine"]))
     if loaded is None:
-        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=getattr(torch, weights_dtype(setting)))
+        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
         loaded = model, AutoTokenizer.from_pretrained(task.model)
     trainer = GRPOTrainer(
         model=loaded[0],
@@ -142,10 +135,6 @@ def make_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def weights_dtype(setting: str) -> str:
-    return str(named(PARTS, setting)["model"].get("dtype", "float32"))
 
 
 def conversation(row: dict[str, str]) -> dict[str, Any]:

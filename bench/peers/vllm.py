@@ -20,8 +20,6 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "fulldecode": {"compilation": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
     "piecewise": {"compilation": {"cudagraph_mode": "PIECEWISE"}},
     **{f"seqs{n}": {"engine": {"max_num_seqs": n}} for n in (256, 512, 1024, 2048)},
-    "stats": {"engine": {"disable_log_stats": False}},
-    "nostats": {"engine": {"disable_log_stats": True}},  # also the default of LLM
     "nodetok": {"sampling": {"detokenize": False}},
     "flat": {"sampling": {"flat_logprobs": True}},  # log-probs in arrays, not one object a token
     **{f"mem{n}": {"engine": {"gpu_memory_utilization": n / 100}} for n in (80, 95)},

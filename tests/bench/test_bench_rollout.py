@@ -60,7 +60,8 @@ def peer(tmp_path: Path) -> list[str]:
 
 
 def run(tmp_path: Path, command: str, *more: str) -> dict[str, Any]:
-    found = rollout.main([command, "--out", str(tmp_path), *SMALL, *more])
+    places = ["--out", str(tmp_path), "--settings", str(tmp_path / "settings.json")]
+    found = rollout.main([command, *places, *SMALL, *more])
     assert json.loads((tmp_path / f"{command}.json").read_text()) == json.loads(json.dumps(found))
     return found
 
@@ -143,7 +144,7 @@ def test_a_comparison_runs_the_same_work_on_both_sides_and_ends_with_the_ratio(
     assert best["setting"] == "flat+nodetok" and best["speed"] == fine["speed"]  # not run again
     assert len({run["tokens"] for side in found["sides"] for run in side["runs"]}) == 1
     for side in found["sides"]:
-        assert side["runs"][0]["samples"] == 6 and side["start_seconds"] > 0 and side["share_of_bytes"] > 0
+        assert side["runs"][0]["samples"] == 6 and side["seconds_to"]["first batch"] > 0 and side["share_of_bytes"] > 0
         assert "torch" in side["machine"]["versions"]
     assert found["ratios"] == {f"ours / {side['name']}": ours["speed"] / side["speed"] for side in (best, defaults)}
     assert found["void"] == [] and found["known_rate"] is None
@@ -231,12 +232,14 @@ def test_a_point_is_rows_and_context(text: str) -> None:
         steady.point(text)
 
 
-def test_starts_are_timed_with_empty_caches_and_with_those_left_behind(tmp_path: Path, peer: list[str]) -> None:
-    starts = run(tmp_path, "startup", *peer, "--sides", "ours", "vllm")["sides"]
-    assert [s["name"] for s in starts] == [f"startup-{a}-{b}" for a in ("ours", "vllm") for b in ("cold", "warm")]
-    for start in starts:
-        assert start["error"] is None
-        assert 0 < start["seconds"]["ready"] < start["seconds"]["first token"] < start["seconds"]["first batch"]
+def test_a_start_is_timed_with_a_folder_of_compiled_code_of_its_own(tmp_path: Path, peer: list[str]) -> None:
+    caches = tmp_path / "caches"
+    found = run(tmp_path, "compare", *peer, "--best", "flat", "--repeats", "1", "--caches", str(caches))
+    for side in found["sides"]:
+        seconds = side["seconds_to"]
+        assert 0 < seconds["ready"] < seconds["first token"] < seconds["first batch"] and side["error"] is None
+    told = json.loads((tmp_path / "vllm-flat.job.json").read_text())["environment"]
+    assert told["VLLM_CACHE_ROOT"] == str(caches / "vllm_cache_root") and len(told) == 6
 
 
 def test_a_side_that_takes_too_long_is_ended_and_reported(tmp_path: Path, peer: list[str]) -> None:

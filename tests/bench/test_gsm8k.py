@@ -1,4 +1,4 @@
-"""GSM8K: the data, the settings of the sweep, what is refused, and curves."""
+"""GSM8K: the data, what is refused, and curves."""
 
 from __future__ import annotations
 
@@ -32,16 +32,12 @@ def test_the_judged_rows_are_always_the_same_and_are_not_trained_on(tmp_path: Pa
     assert json.loads(read["train"].splitlines()[1]) == {"prompt": "What is 1?", "answer": "1000"}
 
 
-@pytest.mark.parametrize("setting", gsm8k.SETTINGS)
-def test_each_setting_of_the_sweep_is_a_valid_recipe(setting: str) -> None:
-    arguments = ["run", "--setting", setting, "--split", "judge", "--minutes", "3", "--seed", "5", "training.eta=1"]
+def test_a_run_that_is_judged_does_not_train_on_the_judged_rows() -> None:
+    arguments = ["run", "--split", "judge", "--minutes", "3", "--seed", "5", "training.eta=1"]
     *values, last = gsm8k.overrides(gsm8k.parse(arguments))
     config = load_config(recipe_path("gsm8k-1gpu"), values)
     assert last == "training.eta=1" and config.training.minutes == 3 and config.updates_per_step == 4
     assert config.data.train[0].path.endswith("rest.jsonl") and config.evaluation.data[0].path.endswith("judge.jsonl")
-    assert (
-        f"`{setting}`" in Path(__file__).parents[2].joinpath("docs/results.md").read_text()
-    )  # declared before it was run
 
 
 @pytest.mark.parametrize(
@@ -147,7 +143,6 @@ def test_a_half_written_line_costs_no_report_and_any_name_can_be_drawn(tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--setting", "nockpt+sleep"], "leave sleep out"),
         (["--minutes", "0"], "--minutes 0.0: must be a number above 0"),
         (["--minutes", "nan"], "--minutes nan: must be a number above 0"),
         (["--every", "inf"], "--every inf: must be a number above 0"),
