@@ -11,10 +11,10 @@ Parts, one after the other; ``--parts`` names those to run, and others that FOLD
   demo      the demo model's cycle, on a CPU
   1.5b, 7b  steady decoding at 256x1k, 64x4k and 16x16k with ours and vLLM's best setting; only if named
 
-What a side measured is printed when it ends. A side that fails, or for which ``--within`` leaves no time, is named, and
-the others go on. The same command again takes the sides that FOLDER holds and runs what is missing; with ``--within 0``
-it only reports. At the end there is one table, which is in FOLDER/report.md and report.json, too. Where a comparison is
-void by its benchmark's own rules, its reasons stand in place of the ratio, and the exit code is 1.
+A side that fails, or for which ``--within`` leaves no time, is named, and the others go on. The same command again
+takes the sides that FOLDER holds and runs what is missing; with ``--within 0`` it only reports. The table at the end is
+in FOLDER/report.md and report.json, too. Where a comparison is void by its benchmark's own rules, the reasons stand in
+place of the ratio, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def report(options: argparse.Namespace, card: Limits | None) -> dict[str, Any]:
     device = card.device if card else "card not measured"
     lines = [f"{device}, {date.today().isoformat()}; {', '.join(versions)}", "", *markdown(HEADS, rows)]
     for name, part in parts.items():
-        heads, cells = runner.side_by_side(part["sides"], rows_of(part))
+        points = "points" in part.get("work", {})
+        figures = steady.ROWS if points else import_module(part["bench"]).ROWS
+        heads, cells = runner.side_by_side(part["sides"], figures)
         lines += ["", f"## {name}", "", f"`{part['command']}`, {part['date']}", "", *markdown(heads, cells)]
         errors = [side["error"] for side in part["sides"] if side["error"]]
         lines += ["", *(f"    {line}" for error in errors for line in error.splitlines())] if errors else []
@@ -154,11 +156,6 @@ def report(options: argparse.Namespace, card: Limits | None) -> dict[str, Any]:
 
 def markdown(heads: Any, rows: Any) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
-
-
-def rows_of(part: Part) -> runner.Rows:
-    rows: runner.Rows = steady.ROWS if "points" in part.get("work", {}) else import_module(part["bench"]).ROWS
-    return rows
 
 
 def card_rows(card: Limits | None) -> Iterator[list[str]]:

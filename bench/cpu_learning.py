@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,28 +24,9 @@ from dapo.config import Config, load_config
 from dapo.config.plan import recipe_path
 from dapo.observe.progress import QuietListener
 from dapo.orchestrator.launch import run_experiment
+from gsm8k import read_curve
 from runner import number
 from work import task_of
-
-
-class Watch(QuietListener):
-    """Keeps the evaluations, and how long training took without them."""
-
-    def __init__(self) -> None:
-        self.evaluations: list[dict[str, Any]] = []
-        self.seconds = 0.0
-
-    def started(self, plan: dict[str, Any]) -> None:
-        self.start = time.perf_counter()
-
-    def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
-        self.seconds = time.perf_counter() - self.start - metrics.get("time/evaluation", 0.0)
-
-    def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
-        self.evaluations.append(metrics)
-
-    def warning(self, text: str) -> None:
-        """Not here: the same run without the comparison shows them."""
 
 
 def main(arguments: list[str] | None = None) -> float:
@@ -73,23 +53,28 @@ def compare(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     config = recipe(seed, options.steps, world, world / "model", out / f"ours-{seed}")
     if not (world / "model").exists():
         make_world(config, world, QuietListener())
-    ours, theirs = Watch(), Watch()
-    run_experiment(config, ours)
+    before, *_, after = trained_curve(config)
+    seconds = 60 * after["minutes"]
     task = replace(task_of(config, world / "train.jsonl"), weight_decay=0.0, threads=1)
     job: dict[str, Any] = {"do": "peers.trl_jobs:learn", "task": asdict(task), "setting": "float32"}
-    job |= {"reward": "exact", "heldout": None, "seconds": ours.seconds, "out": str(trained)}
+    job |= {"reward": "exact", "heldout": None, "seconds": seconds, "out": str(trained)}
     job["environment"] = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     side = runner.run_side(options, f"trl-{seed}", job)
     if side.error:
         raise SystemExit(1)
     # no training: an evaluation by the same code
-    run_experiment(recipe(seed, 0, world, trained / "model-after", trained / "evaluation"), theirs)
-    (before, *_, after), told = ours.evaluations, theirs.evaluations[-1]
-    row = {"seed": seed, "seconds": ours.seconds, "before": before["eval/accuracy"], "ours": after["eval/accuracy"]}
-    row |= {"theirs": told["eval/accuracy"], "their_rollouts": side.first("trained")["rollouts"]}
-    row |= {"our_length": after["eval/response_length"], "their_length": told["eval/response_length"]}
+    (told,) = trained_curve(recipe(seed, 0, world, trained / "model-after", trained / "evaluation"))
+    row = {"seed": seed, "seconds": seconds, "before": before["accuracy"], "ours": after["accuracy"]}
+    row |= {"theirs": told["accuracy"], "their_rollouts": side.first("trained")["rollouts"]}
+    row |= {"our_length": after["response_length"], "their_length": told["response_length"]}
     print(json.dumps(row), flush=True)
     return row
+
+
+def trained_curve(config: Config) -> list[dict[str, Any]]:
+    """The evaluations of a run."""
+    run_experiment(config, QuietListener())
+    return list(read_curve(Path(str(config.run.dir)))["points"])
 
 
 def recipe(seed: int, steps: int, world: Path, model: Path, folder: Path) -> Config:

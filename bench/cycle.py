@@ -7,12 +7,11 @@ usage: python bench/cycle.py ours    --out FOLDER --model FOLDER --rows FILE
 
 A cycle: ``--prompts`` x ``--samples`` responses of up to ``--limit`` tokens at T = 1 with log-probs, their rewards,
 ``--updates`` optimizer steps on all of them (DAPO's loss, Clip-Higher, AdamW, float32 masters), and the new weights in
-the engine. Dynamic sampling is off, so that both sides train on every sample. TRL has one pass more than ours: it
-computes the log-probabilities of the policy before the updates (``prepare``), where ours takes the engine's. On a GPU
-``compare`` has a second side of ours that computes them too, ``algorithm.proximal=recompute``, and a ratio for each. A
-cycle lasts from the end of the one before to its own end; its phases add up to that. Each side runs in a process of its
-own, one after the other; ``--warmup`` cycles are left out, the median of ``--cycles`` (an odd number) counts. Settings
-of TRL: see ``peers/trl.py`` (PARTS).
+the engine. Dynamic sampling is off, so that both sides train on every sample. TRL computes the log-probabilities of the
+policy before the updates (``prepare``), where ours takes the engine's; on a GPU ``compare`` has a second side of ours
+that computes them too, ``algorithm.proximal=recompute``. A cycle lasts from the end of the one before to its own end;
+its phases add up to that. Each side runs in a process of its own; ``--warmup`` cycles are left out, the median of
+``--cycles`` (an odd number) counts. Settings of TRL: see ``peers/trl.py`` (PARTS).
 
 **On a GPU** TRL has colocated vLLM, and both sides our math reward, in four processes, the overlong punishment and
 bfloat16 compute. A comparison is void unless TRL is at least as fast as is known of it: 97 s a cycle at 128 x 16 and 4
@@ -20,13 +19,12 @@ updates with the 0.5B model on an NVIDIA H100 80GB (TRL 1.16, vLLM 0.25.1).
 
 **On a CPU** TRL has its ordinary generation, the model is the demo's (0.4 M parameters, random weights, float32, one
 thread) or that of a folder (bfloat16, which is TRL's autocast, all cores), and the verdict is a hash of the response.
-Every response has ``--limit`` tokens: TRL is told ``min_new_tokens``, our model has no stop token. So both sample and
-train on exactly the same number of tokens, and the ratio is of the machinery alone. With ``--natural`` models stop when
-they like. Sides take turns ``--rounds`` times, each round with other prompts; the ratio is the median over rounds, also
-in processor time, which other programs on the machine disturb less.
+Every response has ``--limit`` tokens on both sides, so the ratio is of the machinery alone. Sides take turns
+``--rounds`` times, each round with other prompts; the ratio is the median over rounds, also in processor time, which
+other programs on the machine disturb less.
 
-A comparison is void, too, if a side failed, or if the sides' samples, updates or tokens differ (tokens of responses
-that end by themselves: by more than a tenth).
+A comparison is void, too, if a side failed, or if samples, updates or tokens differ (of responses that end by
+themselves: by more than a tenth).
 """
 
 from __future__ import annotations
@@ -77,7 +75,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--rows", type=Path, help="JSON Lines file with prompt and answer")
     add("--prompts", type=positive, help="128; on a CPU 16 for the demo model, else 8")
     add("--updates", type=positive, default=4)
-    add("--natural", action="store_true", help="on a CPU: responses end at their stop token")
     add("--threads", type=positive, help="on a CPU: 1 for the demo model, else all cores")
     add("--warmup", type=positive, default=1, help="cycles that do not count")
     add("--cycles", type=odd, help="that count: 5 of ours; on a CPU 11 for the demo model, else 3")
@@ -109,19 +106,19 @@ def task_of(options: argparse.Namespace) -> Task:
         return Task(model, str(options.rows), **sizes, overlong=max(1, options.limit // 6))
     sizes |= {"longest_prompt": 0, "overlong": 0, "weight_decay": 0.0, "concurrent": options.prompts * options.samples}
     dtype = "bfloat16" if options.model else "float32"
-    return Task(model, natural=options.natural, dtype=dtype, **sizes)
+    return Task(model, natural=False, dtype=dtype, **sizes)
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
-    return shown(options, {"work": asdict(task_of(options)), "sides": [our_side(options, "ours")]})
+    return shown(options, {"work": asdict(task_of(options)), "sides": [run_cycles(options, "ours")]})
 
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
     task = task_of(options)
-    found = settings.search(options, settings.TRL, title(task), partial(their_side, options))
+    found = settings.search(options, settings.TRL, title(task), lambda of: run_cycles(options, f"trl-{of}", setting=of))
     return shown(options, {"work": asdict(task)} | found)
 
 
@@ -129,34 +126,28 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Ours, on a GPU also with the old log-probs recomputed, and TRL at its best."""
     task = task_of(options)
     best = settings.best(options, settings.TRL, title(task))
-    sides: dict[str, Any] = {"ours": lambda number: our_side(options, "ours", number)}
+    sides: dict[str, Any] = {"ours": partial(run_cycles, options, "ours")}
     if options.device == "cuda":
         keys = {"algorithm.proximal": "recompute"}
-        sides["ours, old log-probs recomputed"] = lambda number: our_side(options, "ours-recompute", number, keys)
+        sides["ours, old log-probs recomputed"] = partial(run_cycles, options, "ours-recompute", keys=keys)
     if best:
-        sides["TRL"] = lambda number: their_side(options, best, number)
+        sides["TRL"] = partial(run_cycles, options, f"trl-{best}", setting=best)
     rounds = runner.alternate(sides, options.rounds)
     return shown(options, runner.conclude(asdict(task), rounds, void_reasons(task, rounds)))
 
 
-def our_side(options: argparse.Namespace, name: str, number: int = 0, keys: dict[str, Any] | None = None) -> Side:
-    """Ours, with keys of the recipe beside those of ``--set``."""
-    task = replace(task_of(options), seed=number + 1)
-    job = {"do": "ours_training:cycles", "task": asdict(task), "set": assigned(options.set) | (keys or {})}
-    return runner.told(summary(run_side(options, f"{name}-{number + 1}", job | threads(task)), task), ROWS)
-
-
-def their_side(options: argparse.Namespace, setting: str, number: int = 0) -> Side:
-    task = replace(task_of(options), seed=number + 1, cycles=options.peer_cycles)
-    job = {"do": "peers.trl_jobs:cycles", "task": asdict(task), "setting": setting}
-    side = summary(run_side(options, f"trl-{setting}-{number + 1}", job | threads(task)), task)
-    return runner.told(side | {"setting": setting}, ROWS)
-
-
-def threads(task: Task) -> dict[str, Any]:
-    """Variables that hold a process to so many threads, as part of a job."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    return {"environment": {name: str(task.threads) for name in names if task.threads}}
+def run_cycles(
+    options: argparse.Namespace, name: str, number: int = 0, setting: str | None = None, keys: Any = None
+) -> Side:
+    """A process that makes the cycles: ours, with ``keys`` beside those of ``--set``, or TRL's in a setting."""
+    cycles = options.peer_cycles if setting else options.cycles
+    task = replace(task_of(options), seed=number + 1, cycles=cycles)
+    job: dict[str, Any] = {"do": "ours_training:cycles", "set": assigned(options.set) | (keys or {})}
+    if setting:
+        job = {"do": "peers.trl_jobs:cycles", "setting": setting}
+    threads = {name: str(task.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if task.threads}
+    outcome = run_side(options, f"{name}-{number + 1}", job | {"task": asdict(task), "environment": threads})
+    return runner.told(summary(outcome, task) | ({"setting": setting} if setting else {}), ROWS)
 
 
 # --- what came of it --------------------------------------------------------------------------------------------------

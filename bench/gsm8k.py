@@ -23,8 +23,7 @@ the answers and makes the numbers. What comes out is a folder with metrics.jsonl
 ``report`` makes one table of the curves of some runs: accuracy against minutes of training, which are all since the
 first step began but those of evaluations (ours: ``time/wall``, which has the writing of samples in it, as
 ``training.minutes`` has not: with ``--minutes 9.8`` a run ends before its minute 10); the value at a minute is that of
-the last evaluation up to it, and not the best one. Beside it the share without an answer and the accuracy whatever the
-format, before and after. With ``--out`` also curves.csv, curves.json and curves.svg (needs dapo-rl[report]).
+the last evaluation up to it. With ``--out`` also curves.csv, curves.json and curves.svg (needs dapo-rl[report]).
 """
 
 from __future__ import annotations
@@ -234,15 +233,8 @@ def tell(folder: Path) -> None:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-FIGURES = {
-    "accuracy": "accuracy",
-    "no_answer": "no_answer",
-    "lenient": "lenient",
-    "truncated": "truncated",
-    "response_length": "response_length",
-    "low": "accuracy_low",
-    "high": "accuracy_high",
-}
+FIGURES = {name: name for name in ("accuracy", "no_answer", "lenient", "truncated", "response_length")}
+FIGURES |= {"low": "accuracy_low", "high": "accuracy_high"}
 """What is known of an evaluation, beside its step and minute of training, and the metrics (``eval/``) they are."""
 Point = dict[str, Any]
 Curve = dict[str, Any]
@@ -299,17 +291,10 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
     for one in found:
         before, after = one["before"], one["after"]
         pairs = [(before[key], after[key]) for key in ("no_answer", "lenient", "truncated")]
-        lines.append(
-            [
-                one["run"],
-                *(_share(end["accuracy"]) for end in (before, after)),
-                f"{_share(after['low'])} to {_share(after['high'])}",
-                f"{after['minutes']:.2f}",
-                str(after["step"]),
-                *(f"{_share(first)} → {_share(last)}" for first, last in pairs),
-                number(one["card"].get("operations_per_second"), ".0f", 1e12),
-            ]
-        )
+        line = [one["run"], *(_share(end["accuracy"]) for end in (before, after))]
+        line += [f"{_share(after['low'])} to {_share(after['high'])}", f"{after['minutes']:.2f}", str(after["step"])]
+        line += [f"{_share(first)} → {_share(last)}" for first, last in pairs]
+        lines.append([*line, number(one["card"].get("operations_per_second"), ".0f", 1e12)])
     runner.table(f"greedy accuracy before and at minute {options.minute:g} of training", heads, lines)
     for curve in curves:
         points = "  ".join(f"{p['minutes']:.1f}: {p['accuracy']:.1%}" for p in curve["points"])

@@ -9,14 +9,13 @@ usage: python bench/rollout.py COMMAND --out FOLDER [--peer-path SITE] ...
 The rollout is ``--samples`` responses to each of ``--prompts`` prompts, up to ``--limit`` tokens, T = 1, log-probs on.
 Tokens a second are completion tokens / (first submit to last sample). With ``--model FOLDER --prompts FILE`` it is the
 real one, whose responses end when the model ends them. Without, weights are random (``--shape``), prompts too, and
-response lengths are those of ``response_lengths.json``, the same in both engines; good for development only.
+response lengths are those of ``response_lengths.json``, the same in both engines; good for development only. With
+``--points 256x1k 64x4k`` it is steady decoding of ``--limit`` steps, so many rows at so many tokens of context
+(``steady.py``), and ``compare`` leaves vLLM's defaults out.
 
-With ``--points 256x1k 64x4k`` it is steady decoding of ``--limit`` steps, so many rows at so many tokens of context
-(``steady.py``), and ``compare`` leaves vLLM's defaults out. Each side starts once for all points.
-
-Every side runs in a process of its own on the whole card (``runner.py``), and starts with a short rollout of other
-prompts. Ours is the median of ``--repeats``, vLLM's the best of ``--peer-repeats``; at points the shortest count in
-both. Settings of vLLM: see ``peers/vllm.py`` (PARTS). Float32 on a CPU, bfloat16 on a GPU.
+Every side runs in a process of its own on the whole card (``runner.py``), once for all points, and starts with a short
+rollout of other prompts. Ours is the median of ``--repeats``, vLLM's the best of ``--peer-repeats``; at points the
+shortest count in both. Settings of vLLM: see ``peers/vllm.py`` (PARTS). Float32 on a CPU, bfloat16 on a GPU.
 
 The least bytes and operations are counted in ``work.py``; shares are of the card's limits, measured before. A
 comparison is void unless vLLM reaches what is known of it: 18k tokens/s at 128 x 16 with the 0.5B model on an NVIDIA
@@ -41,16 +40,7 @@ import settings
 import steady
 from peers.vllm import PARTS
 from runner import Outcome, Side, positive, run_side
-from work import (
-    INSTRUCTION,
-    SHAPES,
-    Limits,
-    Rollout,
-    Shape,
-    drawn_lengths,
-    random_prompts,
-    rollout_cost,
-)
+from work import INSTRUCTION, SHAPES, Limits, Rollout, Shape, drawn_lengths, random_prompts, rollout_cost
 
 KNOWN_RATE = 18_000
 """Tokens a second of vLLM 0.25.1 at its best on an NVIDIA H100 80GB: 0.5B model, 128 x 16, up to 768 tokens."""
@@ -162,29 +152,26 @@ def title(options: argparse.Namespace, works: list[Rollout]) -> str:
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
     works, card = make_works(options), runner.measure_card(options)
-    return shown({"work": describe(options, works), "sides": [our_side(options, works, card)]}, card)
+    return shown({"work": describe(options, works), "sides": [run_rollouts(options, works, card)]}, card)
 
 
-def run_rollouts(options: argparse.Namespace, name: str, works: list[Rollout], repeats: int, **more: Any) -> Outcome:
-    """A process that makes the rollouts ``repeats`` times, with vLLM if ``more`` of the job has a setting of it."""
-    do = "peers.vllm:rollout" if "setting" in more else "ours:rollout"
+def run_rollouts(
+    options: argparse.Namespace, works: list[Rollout], card: Limits | None, setting: str | None = None
+) -> Side:
+    """A process that makes the rollouts again and again with our engine, or with vLLM in a setting."""
     told = [{field.name: getattr(work, field.name) for field in fields(work)} for work in works]  # asdict takes seconds
     caches = {name: str(options.caches.resolve() / name.lower()) for name in CACHES} if options.caches else {}
-    return run_side(options, name, {"do": do, "works": told, "repeats": repeats, "environment": caches} | more)
-
-
-def our_side(options: argparse.Namespace, works: list[Rollout], card: Limits | None) -> Side:
-    side = run_rollouts(options, "ours", works, options.repeats)
+    job = {"do": "ours:rollout", "works": told, "repeats": options.repeats, "environment": caches}
+    if setting:
+        job |= {"do": "peers.vllm:rollout", "repeats": options.peer_repeats, "setting": setting}
+        job["engine"] = steady.engine_arguments(works) if options.points else {}
+    outcome = run_side(options, f"vllm-{setting}" if setting else "ours", job)
     if options.points:
-        return runner.told(steady.figures(options.points, side, works, card), steady.ROWS)
-    return runner.told(summary(side, works, card, median) | {"mismatch": side.first("mismatch") or None}, ROWS)
-
-
-def their_side(options: argparse.Namespace, works: list[Rollout], setting: str, card: Limits | None) -> Side:
-    engine = steady.engine_arguments(works) if options.points else {}
-    side = run_rollouts(options, f"vllm-{setting}", works, options.peer_repeats, setting=setting, engine=engine)
-    found = steady.figures(options.points, side, works, card) if options.points else summary(side, works, card, max)
-    return runner.told(found | {"setting": setting}, steady.ROWS if options.points else ROWS)
+        side = steady.figures(options.points, outcome, works, card)
+    else:
+        side = summary(outcome, works, card, max if setting else median)
+        side["mismatch"] = outcome.first("mismatch") or None
+    return runner.told(side | ({"setting": setting} if setting else {}), steady.ROWS if options.points else ROWS)
 
 
 def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Callable[[list[float]], float]) -> Side:
@@ -208,18 +195,16 @@ def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Ca
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
     works, card = make_works(options), runner.measure_card(options)
-    measure = partial(their_side, options, works, card=card)
-    found = settings.search(options, settings.VLLM, title(options, works), measure)
+    found = settings.search(options, settings.VLLM, title(options, works), partial(run_rollouts, options, works, card))
     return shown({"work": describe(options, works)} | found, card)
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     works, card = make_works(options), runner.measure_card(options)
     best = settings.best(options, settings.VLLM, title(options, works))
-    sides: dict[str, Callable[[int], Side]] = {"ours": lambda _: our_side(options, works, card)}
-    for name, setting in {"vLLM best": best, "vLLM defaults": None if options.points else "defaults"}.items():
-        if setting:
-            sides[name] = lambda _, setting=setting: their_side(options, works, setting, card)
+    named = {"ours": None, "vLLM best": best, "vLLM defaults": None if options.points else "defaults"}
+    named = {name: of for name, of in named.items() if of or name == "ours"}
+    sides = {name: lambda _, of=of: run_rollouts(options, works, card, of) for name, of in named.items()}
     rounds = runner.alternate(sides)
     if options.points:
         compared = steady.conclude(options.points, [side for (side,) in rounds.values()])

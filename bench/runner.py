@@ -368,8 +368,8 @@ def figures(side: Side, rows: Rows) -> dict[str, str]:
 
 def told(side: Side, rows: Rows) -> Side:
     """The side, whose figures are printed now: a later one may be ended, and this process with it."""
-    text = "; ".join(f"{label} {value}" for label, value in figures(side, rows).items())
-    console.print(f"{side['name']}: {text}", highlight=False, markup=False, soft_wrap=True)
+    if text := "; ".join(f"{label} {value}" for label, value in figures(side, rows).items()):
+        console.print(f"{side['name']}: {text}", highlight=False, markup=False, soft_wrap=True)
     return side
 
 

@@ -33,22 +33,19 @@ def read(file: Path) -> list[Entry]:
 
 def search(options: argparse.Namespace, peer: Peer, work: str, measure: Callable[[str], Side]) -> dict[str, list[Side]]:
     """The peer in each setting of ``--search``, which is written down at once, beside what was tried before."""
-    sides = []
+    sides, card = [], measure_card(options)
     for setting in options.search:
         sides.append(measure(setting))
         versions = (sides[-1]["machine"] or {}).get("versions", {})
-        place = {"peer": peer.name, "card": card_of(options), "work": work}
+        place = {"peer": peer.name, "card": card.device if card else "?", "work": work}
         place["versions"] = {name: versions[name] for name in peer.packages if name in versions}
-        others, same = [], {}
-        for entry in read(options.settings):
-            if place.items() <= entry.items():
-                same = entry["tried"]
-            else:
-                others.append(entry)
-        tried = same | {setting: sides[-1]["speed"]}
+        entries = read(options.settings)
+        before = [entry for entry in entries if place.items() <= entry.items()]
+        tried = {s: speed for entry in before for s, speed in entry["tried"].items()} | {setting: sides[-1]["speed"]}
         best = max(filter(tried.get, tried), key=tried.__getitem__, default=None)
         new = place | {"date": date.today().isoformat(), "setting": best, "unit": peer.unit, "tried": tried}
-        options.settings.write_text(json.dumps([*others, new], indent=1) + "\n", encoding="utf-8")
+        kept = [entry for entry in entries if entry not in before]
+        options.settings.write_text(json.dumps([*kept, new], indent=1) + "\n", encoding="utf-8")
     return {"sides": sides}
 
 
@@ -57,10 +54,10 @@ def best(options: argparse.Namespace, peer: Peer, work: str) -> str | None:
     CPU, where there is little to search, the defaults."""
     if options.best:
         return str(options.best)
-    card = card_of(options)
+    card = measure_card(options)
     fit = [e for e in read(options.settings) if e["peer"] == peer.name and e["setting"]]
     fit = [e for e in fit if (e["card"] == "CPU") == (options.device == "cpu")]
-    found = max(fit, key=lambda e: (e["card"] == card, e["work"] == work, e["date"]), default=None)
+    found = max(fit, key=lambda e: (card and e["card"] == card.device, e["work"] == work, e["date"]), default=None)
     if found:
         where = f"{found['card']}, {found['date']}, {found['work']}, {len(found['tried'])} tried"
         console.print(f"{peer.name}: {found['setting']}, the best found ({where})", markup=False, highlight=False)
@@ -69,8 +66,3 @@ def best(options: argparse.Namespace, peer: Peer, work: str) -> str | None:
         return "defaults"
     console.print(f"{options.settings} has no setting of {peer.name}: run search first, or name --best", markup=False)
     return None
-
-
-def card_of(options: argparse.Namespace) -> str:
-    limits = measure_card(options)
-    return limits.device if limits else options.device.replace("cpu", "CPU")

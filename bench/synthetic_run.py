@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +171,4 @@ if __name__ == "__main__":
     for option, default in (("--steps", 2000), ("--groups", 64), ("--samples", 8), ("--texts", 3)):
         parser.add_argument(option, type=int, default=default)
     given = parser.parse_args()
-    start = time.perf_counter()
-    made_run = make_run(given.folder, given.steps, given.groups, given.samples, given.texts)
-    print(f"{made_run.root}: made in {time.perf_counter() - start:.1f} s")
+    print(make_run(given.folder, given.steps, given.groups, given.samples, given.texts).root)

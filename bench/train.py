@@ -7,14 +7,11 @@ usage: python bench/train.py ours  --out FOLDER             with and without sha
 ``ours`` makes optimizer updates on one mini-batch of ``--groups`` x ``--samples`` sequences with random weights
 (``--shape``) and the lengths of real prompts and responses (``response_lengths.json``): forward, backward, clipping,
 AdamW; float32 masters, bfloat16 compute, ``--micro-tokens`` tokens a forward pass. The median of ``--repeats`` (an odd
-number) updates counts, after ``--warmup`` ones. What TRL's updates take is measured in ``cycle.py``.
-
-The share is 6 x parameters x tokens / seconds / the rate of an 8192^3 bfloat16 matrix product, measured in the same
-process. The parameters of the layers count for every token that is computed (a shared prompt once), those of the head
-for response tokens only, embeddings and attention not at all.
-
-After the updates the hand-over of the weights to an engine is timed: all of them are looked at (finite?) and copied
-into a bfloat16 model; the median of ``--repeats``.
+number) updates counts, after ``--warmup`` ones. Shares are 6 x parameters x tokens / seconds / the rate of an 8192^3
+bfloat16 matrix product, as measured in the same process and as the card's maker states it: parameters of the layers
+count for every token that is computed (a shared prompt once), those of the head for response tokens, embeddings and
+attention not at all. Then the hand-over of the weights to an engine is timed: all of them are looked at (finite?) and
+copied into a bfloat16 model; the median of ``--repeats``. What TRL's updates take is measured in ``cycle.py``.
 
 ``sizes`` makes one step of a whole run with responses of the full ``--limit``, forward passes as full as they can be,
 and prints the most memory that dapo predicts beside what was taken: ``1.5b`` all parameters, ``7b`` (weights in

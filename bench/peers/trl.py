@@ -52,56 +52,24 @@ def grpo_settings(task: Task, setting: str, steps: int, folder: Path) -> dict[st
     per_update, rest = divmod(task.batch, task.updates * micro)
     if rest or not per_update:
         raise ValueError(f"{task.batch} samples in {task.updates} updates cannot be cut into micro-batches of {micro}")
-    vllm = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_max_model_length": task.longest_prompt + task.limit,
-    }
-    cpu = {
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "generation_kwargs": {"min_new_tokens": task.limit} if not task.natural else None,
-    }
-    common: dict[str, Any] = {
-        "output_dir": str(folder),
-        "seed": task.seed,
-        "shuffle_dataset": task.shuffle,
-        "max_steps": steps,
-        "num_generations": task.samples,
-        "steps_per_generation": task.updates * per_update,
-        "gradient_accumulation_steps": per_update,
-        "max_completion_length": task.limit,
-        "temperature": task.temperature,
-        "beta": 0.0,
-        "loss_type": "dapo",
-        "epsilon": 0.2,
-        "epsilon_high": 0.28,
-        "delta": 10.0,
-        "learning_rate": task.learning_rate,
-        "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": task.warmup_rollouts * task.updates,
-        "weight_decay": task.weight_decay,
-        "max_grad_norm": 1.0,
-        "optim": "adamw_torch_fused",
-        "bf16": task.dtype == "bfloat16",
-        "report_to": "none",
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
+    longest = task.longest_prompt + task.limit
+    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": longest}
+    cpu = {"use_cpu": True, "gradient_checkpointing": False, "dataloader_pin_memory": False}
+    cpu |= {"generation_kwargs": {"min_new_tokens": task.limit} if not task.natural else None}
+    common: dict[str, Any] = {"output_dir": str(folder), "seed": task.seed, "shuffle_dataset": task.shuffle}
+    common |= {"max_steps": steps, "num_generations": task.samples, "steps_per_generation": task.updates * per_update}
+    common |= {"max_completion_length": task.limit, "temperature": task.temperature}
+    common |= {"beta": 0.0, "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "delta": 10.0}
+    common |= {"learning_rate": task.learning_rate, "lr_scheduler_type": "constant_with_warmup"}
+    common |= {"warmup_steps": task.warmup_rollouts * task.updates, "weight_decay": task.weight_decay}
+    common |= {"max_grad_norm": 1.0, "optim": "adamw_torch_fused", "bf16": task.dtype == "bfloat16"}
+    common |= {"gradient_accumulation_steps": per_update, "report_to": "none", "logging_strategy": "no"}
+    common |= {"save_strategy": "no", "disable_tqdm": True}
     return common | (vllm if cuda else cpu) | chosen
 
 
 def make_trainer(
-    task: Task,
-    setting: str,
-    rows: Sequence[dict[str, Any]],
-    rewards: Any,
-    callback: Any,
-    steps: int,
-    folder: Path,
-    loaded: tuple[Any, Any] | None = None,
+    task: Task, setting: str, rows: Any, rewards: Any, callback: Any, steps: int, folder: Path, loaded: Any = None
 ) -> Any:
     """A GRPOTrainer; its vLLM gets the arguments that TRL does not pass on, too. ``loaded``: model and tokenizer, in
     place of those of the task's folder."""
@@ -125,14 +93,8 @@ def make_trainer(
     if loaded is None:
         model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
         loaded = model, AutoTokenizer.from_pretrained(task.model)
-    trainer = GRPOTrainer(
-        model=loaded[0],
-        processing_class=loaded[1],
-        reward_funcs=rewards,
-        args=GRPOConfig(**settings),
-        train_dataset=Dataset.from_list(list(rows)),
-        callbacks=[callback],
-    )
+    (model, tokenizer), data, args = loaded, Dataset.from_list(list(rows)), GRPOConfig(**settings)
+    trainer = GRPOTrainer(model, rewards, args, data, processing_class=tokenizer, callbacks=[callback])
     trainer.remove_callback(PrinterCallback)
     return trainer
 

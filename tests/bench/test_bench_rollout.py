@@ -96,7 +96,7 @@ def test_a_decode_step_of_one_row_counts_what_is_written_out_here() -> None:
     cost = step_cost(shape, rows=1, context=3)
     assert cost.bytes == 2 * used + 4 * (2 * 2 * 2) + 2 * 4 * 10  # weights, 4 tokens' keys and values, logits
     assert cost.operations == 2 * used + 4 * 2 * 2 * 3
-    shares = Cost(bytes=20, operations=30).times(2).shares(Limits("card", 10, 5), seconds=8)
+    shares = Cost(bytes=40, operations=60).shares(Limits("card", 10, 5), seconds=8)
     assert (shares["share_of_bytes"], shares["share_of_operations"]) == (0.5, 1.5)
 
 

@@ -158,13 +158,13 @@ def test_a_curve_of_the_peer_that_would_never_end_is_not_begun(
 
 
 def test_the_peer_gets_the_work_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = []
+    jobs, card = [], {"device": "card", "bytes_per_second": 1.0, "operations_per_second": 2.0}
 
     def side(options: Any, name: str, job: dict[str, Any]) -> runner.Outcome:
         jobs.append(job)
         if name == "trl":
             (options.out / "metrics.jsonl").write_text(POINT)
-        return runner.Outcome(name, 0.0, [{"kind": "limits", "device": "card"}], None)
+        return runner.Outcome(name, 0.0, [{"kind": "limits", **card}], None)
 
     monkeypatch.setattr(runner, "run_side", side)
     monkeypatch.setattr(runner, "require_gpu", lambda device: None)
@@ -178,7 +178,7 @@ def test_the_peer_gets_the_work_of_the_recipe(tmp_path: Path, monkeypatch: pytes
     assert wanted.items() <= job["task"].items() and job["task"]["natural"] and job["task"]["shuffle"]
     assert (job["setting"], job["seconds"], job["every"]) == ("micro32+async", 600, 60)
     folder = tmp_path / "gsm8k-test-trl-seed3"
-    assert job["out"] == str(folder) and json.loads((folder / "card.json").read_text()) == {"device": "card"}
+    assert job["out"] == str(folder) and json.loads((folder / "card.json").read_text()) == card
 
 
 def test_minutes_are_those_between_evaluations_on_both_sides(tmp_path: Path) -> None:
