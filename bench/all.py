@@ -60,7 +60,6 @@ FIGURES = {
 }
 """What the last table has, by module: unit, key of a side, format, scale, and what the name of the ratio ends with."""
 HEADS = ("", "ours", "peer", "peer's", "ratio", "of the measured limit", "of the maker's peak")
-Part = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -141,8 +140,7 @@ def report(options: argparse.Namespace, card: Limits | None) -> dict[str, Any]:
     device = card.device if card else "card not measured"
     lines = [f"{device}, {date.today().isoformat()}; {', '.join(versions)}", "", *markdown(HEADS, rows)]
     for name, part in parts.items():
-        points = "points" in part.get("work", {})
-        figures = steady.ROWS if points else import_module(part["bench"]).ROWS
+        figures = steady.ROWS if "points" in part.get("work", {}) else import_module(part["bench"]).ROWS
         heads, cells = runner.side_by_side(part["sides"], figures)
         lines += ["", f"## {name}", "", f"`{part['command']}`, {part['date']}", "", *markdown(heads, cells)]
         errors = [side["error"] for side in part["sides"] if side["error"]]
@@ -165,7 +163,7 @@ def card_rows(card: Limits | None) -> Iterator[list[str]]:
         yield [name, number(rate, ",.4g", 1e12), "", "", "", "", number(share, ".1%")]
 
 
-def part_rows(name: str, part: Part) -> Iterator[list[str]]:
+def part_rows(name: str, part: dict[str, Any]) -> Iterator[list[str]]:
     """For each figure of a part and each side of ours a row beside each of the peer's."""
     points = part.get("work", {}).get("points", [""])
     ours, peers = ([side for side in part["sides"] if ("setting" in side) == of] for of in (False, True))

@@ -38,7 +38,7 @@ from statistics import median
 from typing import Any
 
 import runner
-import settings
+from peers import settings
 from peers.trl import PARTS
 from runner import Outcome, Side, assigned, odd, positive, run_side
 from work import SHAPES, Shape, Task
@@ -55,6 +55,7 @@ ROWS = (
     ("phases", "seconds, ", ",.3f", 1),
     ("inside", "  of these: ", ",.3f", 1),
     ("seconds", "seconds of the cycle", ",.3f", 1),
+    ("each", "  of ", ",.3f", 1),
     ("cpu_seconds", "processor time", ",.3f", 1),
     ("generated", "tokens sampled", ",.0f", 1),
     ("trained", "tokens in the loss", ",.0f", 1),
@@ -158,6 +159,8 @@ def summary(side: Outcome, task: Task) -> Side:
     cycles = side.of("cycle")
     counted = sorted((cycle for cycle in cycles if cycle["counts"]), key=lambda cycle: cycle["seconds"])
     found = side.facts() | {"cycles": cycles, "seconds": None}
+    if task.device == "cuda":  # few, and all that there is of a side that is ended
+        found["each"] = {f"cycle {number}": cycle["seconds"] for number, cycle in enumerate(cycles, 1)}
     if len(counted) == task.cycles:
         chosen = counted[len(counted) // 2]
         found |= {name: chosen[name] for name in ("seconds", "phases", "inside", "updates")}

@@ -36,8 +36,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import runner
-import settings
 import steady
+from peers import settings
 from peers.vllm import PARTS
 from runner import Outcome, Side, positive, run_side
 from work import INSTRUCTION, SHAPES, Limits, Rollout, Shape, drawn_lengths, random_prompts, rollout_cost

@@ -9,7 +9,7 @@ Common to all: sides have the machine for themselves, one after the other, in al
 rounds. A side that fails or outlasts ``--patience`` is reported with the end of its output; the others go on, until all
 have taken ``--within``. With ``--keep`` a side of the same job that the folder holds is taken in place of running it
 again: so a comparison may be made in several commands, on a machine that allows only short ones. What a side measured
-is printed when it ends. Settings of a peer that ``search`` tried are kept in settings.json (``settings.py``). A
+is printed when it ends. Settings of a peer that ``search`` tried are kept in settings.json (``peers/settings.py``). A
 comparison that is void has no ratio.
 """
 
@@ -375,10 +375,9 @@ def told(side: Side, rows: Rows) -> Side:
 
 def side_by_side(sides: Sequence[Side], rows: Rows) -> tuple[list[str], list[list[str]]]:
     """Head and rows of a table of all that is known of sides."""
-    known = [figures(side, rows) for side in sides]
     labels = dict.fromkeys(label for row in rows for side in sides for label in figures(side, [row]))
     names = (side["name"] + (f" ({side['setting']})" if "setting" in side else "") for side in sides)
-    return ["", *names], [[label, *(one.get(label, "-") for one in known)] for label in labels]
+    return ["", *names], [[label, *(figures(side, rows).get(label, "-") for side in sides)] for label in labels]
 
 
 def show(title: str, found: Mapping[str, Any], rows: Rows) -> None:

@@ -13,8 +13,8 @@ from test_bench_rollout import STAND_IN
 import cycle
 import rollout
 import runner
-import settings
 import train
+from peers import settings
 from work import Rollout
 
 together = importlib.import_module("all")

@@ -155,13 +155,13 @@ def test_a_comparison_runs_the_same_work_on_both_sides_and_ends_with_the_ratio(
 
 @pytest.mark.usefixtures("in_this_process")
 def test_steady_decoding_is_the_difference_of_two_rollouts(tmp_path: Path) -> None:
-    points = ["--points", "3x80", "2x1k", "--limit", "16"]
+    points = ["--points", "3x80", "2x1k", "--limit", "48"]
     options = rollout.parse(["ours", "--out", str(tmp_path), *SMALL, *points])
     works = rollout.make_works(options)
     for rows, context, short, long in ((3, 80, *works[:2]), (2, 1024, *works[2:])):
-        assert {len(prompt) + 32 + 16 / 2 for prompt in short.prompts} == {context}
+        assert {len(prompt) + 32 + 48 / 2 for prompt in short.prompts} == {context}
         assert len({tuple(prompt) for prompt in short.prompts}) == rows
-        assert (short.limits, long.limits) == ([32] * rows, [48] * rows)
+        assert (short.limits, long.limits) == ([32] * rows, [80] * rows)
     cut = replace(works[2], prompts=[[1] * 40_000, [2] * 40_000]).warmup()
     assert [len(prompt) for prompt in cut.prompts] == [40_000, 16]
     side = run(tmp_path, "ours", *points)["sides"][0]

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from runner import Side, console, measure_card
 
-Entry = dict[str, Any]
-
 
 class Peer(NamedTuple):
     """What its settings are searched for, and the packages whose versions matter then."""
@@ -27,7 +25,7 @@ VLLM = Peer("vLLM", "tokens/s", ("torch", "vllm"))
 TRL = Peer("TRL", "cycles/s", ("torch", "trl", "vllm"))
 
 
-def read(file: Path) -> list[Entry]:
+def read(file: Path) -> list[dict[str, Any]]:
     return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
 
