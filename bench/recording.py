@@ -2,11 +2,10 @@
 
 usage: python bench/recording.py [--steps 20] [--rounds 3] [--seed 1] [--out runs/recording]
 
-Everything: samples of every group with their tokens, resources every second (five times as
-often as by default), TensorBoard and the Prometheus endpoint. Nothing: metrics.jsonl alone. Both are the same
-deterministic run from the demo's warmed-up model, so step k has the same work on both sides; they take turns. Compared
-is the wall time of a step from the end of the one before to its own end, evaluations left out: of each step the median
-over the rounds, of these the mean (the first two steps left out).
+Everything: samples of every group with their tokens, resources every second (five times as often as by default),
+TensorBoard and the Prometheus endpoint. Nothing: metrics.jsonl alone. Both are the same deterministic run from the
+demo's warmed-up model, so step k has the same work on both sides; they take turns. Compared is the wall time of a step
+without evaluations: of each step the median over the rounds, of these the mean (the first two steps left out).
 """
 
 from __future__ import annotations

@@ -394,7 +394,7 @@ def show(title: str, found: Mapping[str, Any], rows: Rows) -> None:
 def show_limits(limits: Mapping[str, Any]) -> None:
     console.print(
         f"{limits['device']}: copy {limits['bytes_per_second'] / 1e12:.3g} TB/s (read + write), "
-        f"bfloat16 matrix product {limits['operations_per_second'] / 1e12:.4g} TFLOP/s"
+        f"matrix product {limits['operations_per_second'] / 1e12:.4g} TFLOP/s"
     )
     if peak := Limits(**limits).peak:
         rates = f"{peak.bytes_per_second / 1e12:.3g} TB/s, {peak.operations_per_second / 1e12:.4g} TFLOP/s"

@@ -104,7 +104,7 @@ SHAPES = {
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What the card was measured to do: bytes a second of a copy, read and written, and operations a second of a
-    bfloat16 matrix product."""
+    matrix product, in bfloat16 on a GPU."""
 
     device: str
     bytes_per_second: float
@@ -120,15 +120,15 @@ class Limits:
 
 
 def measure_limits(device: str) -> Limits:
-    """Medians of a copy of 1 GiB and of a product of 8192 x 8192 bfloat16 matrices (small ones on a CPU)."""
+    """Medians of a copy of 1 GiB and of a product of 8192 x 8192 bfloat16 matrices (on a CPU small float32 ones)."""
     import torch
 
     cuda = torch.device(device).type == "cuda"
-    size, side = (2**30, 8192) if cuda else (2**24, 256)
+    size, side, dtype = (2**30, 8192, torch.bfloat16) if cuda else (2**24, 1024, torch.float32)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = _median_seconds(lambda: target.copy_(source), cuda)
-    left, right = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     product = _median_seconds(lambda: left @ right, cuda)
     name = torch.cuda.get_device_name() if cuda else "CPU"
     return Limits(name, 2 * size / copy, 2 * side**3 / product)

@@ -14,7 +14,7 @@ import cycle
 import rollout
 import runner
 import train
-from peers import settings
+from peers import named, settings, trl, vllm
 from work import Rollout
 
 together = importlib.import_module("all")
@@ -151,6 +151,12 @@ def test_what_lacks_something_is_refused_before_anything_runs(
     with pytest.raises(SystemExit):
         together.parse(["--out", str(tmp_path), *arguments])
     assert told in capsys.readouterr().err
+
+
+def test_what_is_kept_are_settings_that_there_are_and_the_fastest_of_those_tried() -> None:
+    for entry in settings.read(runner.SETTINGS):
+        assert named({"vLLM": vllm.PARTS, "TRL": trl.PARTS}[entry["peer"]], entry["setting"]), entry
+        assert entry["tried"][entry["setting"]] == max(entry["tried"].values()) and entry["card"] != "CPU", entry
 
 
 def test_the_best_setting_is_that_of_this_work_then_of_this_card_then_of_another_gpu(
