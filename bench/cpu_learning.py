@@ -4,9 +4,8 @@ usage: python bench/cpu_learning.py [--seeds 1 2 3] [--steps 40] [--out runs/cpu
 
 For each seed the demo makes a world and warms a model up. dapo then trains it for ``--steps`` rollout steps as
 ``recipes/cpu-demo.yaml`` says; TRL trains the same model for the wall time that this took (evaluation left out) and to
-the end of the rollout under way, with loss type ``dapo``, Clip-Higher, the overlong punishment, and the recipe's
-learning rate and warm-up, prompts, samples and updates per rollout. Both models are evaluated greedily on the same
-held-out rows by the same code. The last line is the mean difference of the accuracies, ours minus theirs, in points.
+the end of the rollout under way, with loss type ``dapo`` and what the recipe says. Both are evaluated greedily on the
+same held-out rows by the same code. The last line is the mean difference of the accuracies, ours minus theirs.
 """
 
 from __future__ import annotations

@@ -257,8 +257,8 @@ def read_curve(folder: Path) -> Curve:
             points.append({"step": steps, "minutes": seconds / 60, **figures})
     if not points:
         raise DataError(f"{folder}: no evaluation in metrics.jsonl")
-    ends = {"steps": steps, "elapsed_seconds": elapsed, "card": _card(folder / "card.json")}
-    return {"run": folder.resolve().name, "points": points, **ends}
+    found = {"run": folder.resolve().name, "points": points, "steps": steps, "elapsed_seconds": elapsed}
+    return found | {"card": _card(folder / "card.json")}
 
 
 def point_at(curve: Curve, minute: float) -> Point:

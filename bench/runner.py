@@ -23,6 +23,7 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -255,9 +256,10 @@ def run_side(options: argparse.Namespace, name: str, job: dict[str, Any]) -> Out
     spawned, error = time.time(), None
     code = _spawn(options, job, files)
     if code != 0:
+        lines = files["log"].read_text(encoding="utf-8", errors="replace").splitlines()
         how = f"not done after {time.time() - spawned:.0f} s" if code is None else f"ended with code {code}"
-        tail = files["log"].read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-        error = "\n".join([f"{name} {how}", *tail])
+        causes = [line for line in lines[:-15] if re.search(r"\w(Error|Exception): ", line)]  # of its own processes
+        error = "\n".join([f"{name} {how}", *causes[-3:], *lines[-15:]])
         console.print(error, style="red", markup=False)
     return Outcome(name, spawned, read_records(files["jsonl"]), error)
 

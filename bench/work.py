@@ -103,8 +103,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the card was measured to do: bytes a second of a copy, read and written, and operations a second of a
-    matrix product, in bfloat16 on a GPU."""
+    """Of a card: bytes a second of a copy, read and written, and operations a second of a matrix product."""
 
     device: str
     bytes_per_second: float

@@ -2,10 +2,9 @@
 
 All settings have loss type ``dapo``, Clip-Higher, no KL, float32 master weights (under bfloat16 autocast, TRL's
 default, if the task computes in bfloat16), AdamW (fused), the same samples per update as ours, and no logging,
-evaluation or checkpoints. TRL 1.16 computes log-probabilities in chunks in any setting (it calls its Liger loss
-deprecated), so there is no switch for that. Its attention in training is Transformers' default, ``sdpa``, in all of
-them: no other one was tried. Continuous batching on a CPU was many times slower than ordinary generation (demo model:
-23.6 s against 0.87 s for the same rollouts), and weights wholly in bfloat16 round small updates away.
+evaluation or checkpoints. TRL 1.16 computes log-probabilities in chunks in any setting. Its attention in training is
+Transformers' default, ``sdpa``: no other one was tried. Not among the settings: continuous batching on a CPU (23.6 s
+against 0.87 s for the demo's rollouts), and weights wholly in bfloat16, which round small updates away.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ def rollout(job: dict[str, Any], report: Report) -> None:
     works = [Rollout(**work) for work in job["works"]]
     first = works[0]
     settings = {"model": first.model, "dtype": first.dtype, "seed": 0} | job["engine"] | setting["engine"]
+    if first.device == "cpu":  # of whose memory others have a part
+        settings = {"gpu_memory_utilization": 0.3} | settings
     if first.random:
         settings |= {"load_format": "dummy", "skip_tokenizer_init": True}
     if setting["compilation"]:
