@@ -143,7 +143,7 @@ def title(options: argparse.Namespace, works: list[Rollout]) -> str:
     work, shape = works[-1], Shape.read(works[-1].model).name
     if options.points:
         return f"{shape}, {' '.join(point.name for point in options.points)}, {options.limit} steps"
-    return f"{shape}{', random weights' * work.random}, {len(work.prompts)} x {work.samples}, up to {max(work.limits)} tokens"
+    return f"{shape}{', random' * work.random}, {len(work.prompts)} x {work.samples}, up to {max(work.limits)} tokens"
 
 
 # --- the rollout ------------------------------------------------------------------------------------------------------
