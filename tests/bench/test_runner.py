@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -69,6 +71,16 @@ def test_a_side_that_was_ended_in_the_middle_of_a_line_is_known_up_to_it(tmp_pat
     assert runner.read_records(tmp_path / "none.jsonl") == []
     (tmp_path / "side.jsonl").write_text('{"kind": "cycle"}\n{"kind": "mem')
     assert runner.read_records(tmp_path / "side.jsonl") == [{"kind": "cycle"}]
+
+
+def test_what_a_side_said_before_it_was_ended_counts_where_no_time_is_left_to_run_it_again(tmp_path: Path) -> None:
+    options = Namespace(out=tmp_path, keep=True, patience=None, peer_path=None, ends=0.0)
+    job = {"do": "ours:rollout", "repeats": 3}
+    (tmp_path / "ours.job.json").write_text(json.dumps(job))
+    (tmp_path / "ours.jsonl").write_text('{"kind": "rollout", "time": 1.0}\n{"kind": "roll')
+    found = runner.run_side(options, "ours", job)
+    assert len(found.of("rollout")) == 1 and found.error == "ours not started: --within is over; begun once"
+    assert runner.run_side(options, "ours", job | {"repeats": 2}).records == []  # another job
 
 
 def test_sides_take_turns_and_the_ratio_is_the_median_over_rounds() -> None:
