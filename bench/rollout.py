@@ -201,8 +201,8 @@ def search(options: argparse.Namespace) -> dict[str, Any]:
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     works, card = make_works(options), runner.measure_card(options)
     best = settings.best(options, settings.VLLM, title(options, works))
-    named = {"ours": None, "vLLM best": best, "vLLM defaults": None if options.points else "defaults"}
-    named = {name: of for name, of in named.items() if of or name == "ours"}
+    named: dict[str, str | None] = {"ours": None, **({"vLLM best": best} if best else {})}
+    named |= {} if options.points or best == "defaults" else {"vLLM defaults": "defaults"}
     sides = {name: lambda _, of=of: run_rollouts(options, works, card, of) for name, of in named.items()}
     rounds = runner.alternate(sides)
     if options.points:
@@ -223,7 +223,7 @@ def void_reasons(work: Rollout, sides: list[Side]) -> list[str]:
     """Why a comparison says nothing; empty if it does."""
     mine, peers = sides[0], sides[1:]
     reasons = runner.failed({side["name"]: [side] for side in sides})
-    if len(peers) < 2:
+    if "vLLM best" not in {p["name"] for p in peers} or "defaults" not in {p["setting"] for p in peers}:
         reasons.append("vLLM's best setting or its defaults are missing")
     bar, reached = known_rate(work), max((p["speed"] for p in peers if p["speed"]), default=0)
     if bar is not None and reached < bar:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,21 @@ def test_drawn_lengths_are_distributed_like_the_whole_list() -> None:
 
 
 def test_a_comparison_is_void_below_what_is_known_of_the_peer(tmp_path: Path) -> None:
-    def side(name: str, speed: float | None) -> dict[str, Any]:
-        return {"name": name, "speed": speed, "runs": [{"samples": 2048, "tokens": 1000}]}
+    def side(name: str, speed: float | None, setting: str = "") -> dict[str, Any]:
+        return {"name": name, "setting": setting, "speed": speed, "runs": [{"samples": 2048, "tokens": 1000}]}
+
+    best, defaults = partial(side, "vLLM best"), side("vLLM defaults", 15_000, "defaults")
 
     folder = SHAPES["0.5b"].write(tmp_path)
     real = work.Rollout(str(folder), False, [[1]] * 128, [768] * 128, 16, [], 1.0, 1024, "cuda", "bfloat16")
-    assert rollout.void_reasons(real, [side("ours", 90_000), side("best", 18_500), side("defaults", 15_000)]) == []
-    reasons = rollout.void_reasons(real, [side("ours", 90_000), side("best", 17_500), side("defaults", 15_000)])
+    assert rollout.void_reasons(real, [side("ours", 90_000), best(18_500), defaults]) == []
+    reasons = rollout.void_reasons(real, [side("ours", 90_000), best(17_500), defaults])
     assert reasons == ["vLLM reached 17,500 tokens/s, and 18,000 are known of it on an NVIDIA H100 80GB"]
-    assert rollout.void_reasons(real, [side("ours", None), side("best", 18_500)])[0] == "ours was not measured"
+    assert rollout.void_reasons(real, [side("ours", None), defaults])[:2] == [
+        "ours was not measured",
+        "vLLM's best setting or its defaults are missing",
+    ]
+    assert rollout.void_reasons(real, [side("ours", 90_000), best(18_500, "defaults")]) == []  # they are the best
 
 
 # --- from end to end --------------------------------------------------------------------------------------------------
