@@ -37,7 +37,7 @@ from math_verify import parse, verify
 
 from dapo.config import CodeReward, MathReward
 from dapo.records import Prompt
-from dapo.reward.code.sandbox import Sandbox, SandboxLimits
+from dapo.reward.code import sandbox
 from dapo.reward.code.scorer import CodeScorer
 from dapo.reward.math.extract import last_box
 from dapo.reward.math.scorer import MathScorer
@@ -132,7 +132,7 @@ def time_plain(pairs: list[Pair]) -> tuple[float, int]:
 async def code(options: argparse.Namespace) -> None:
     """Measure, print; every score must be right."""
     python = str(Path(sys.executable).resolve())
-    command = [*Sandbox(SandboxLimits(2**30, 32, 2**26)).command(), python, "-I", "-S", "-E", "-c", "pass"]
+    command = [*sandbox._arguments(python, 2**26, False, ()), python, "-I", "-S", "-E", "-c", "pass"]
     scorer, items = CodeScorer(CodeReward(kind="code", workers=options.workers)), responses(options.file)
 
     async def bare_start() -> None:
