@@ -4,16 +4,14 @@ usage: python bench/cpu_learning.py [--seeds 1 2 3] [--steps 40] [--out runs/cpu
 
 For each seed the demo makes a world and warms a model up. dapo then trains it for ``--steps`` rollout steps as
 ``recipes/cpu-demo.yaml`` says; TRL trains the same model for the wall time that this took (evaluation left out) and to
-the end of the rollout under way, with loss type ``dapo``, Clip-Higher, the overlong punishment, and the recipe's
-learning rate and warm-up, prompts, samples and updates per rollout. Both models are evaluated greedily on the same
-held-out rows by the same code. The last line is the mean difference of the accuracies, ours minus theirs, in points.
+the end of the rollout under way, with loss type ``dapo`` and what the recipe says. Both are evaluated greedily on the
+same held-out rows by the same code. The last line is the mean difference of the accuracies, ours minus theirs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,27 +23,9 @@ from dapo.config import Config, load_config
 from dapo.config.plan import recipe_path
 from dapo.observe.progress import QuietListener
 from dapo.orchestrator.launch import run_experiment
+from gsm8k import read_curve
+from runner import number
 from work import task_of
-
-
-class Watch(QuietListener):
-    """Keeps the evaluations, and how long training took without them."""
-
-    def __init__(self) -> None:
-        self.evaluations: list[dict[str, Any]] = []
-        self.seconds = 0.0
-
-    def started(self, plan: dict[str, Any]) -> None:
-        self.start = time.perf_counter()
-
-    def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
-        self.seconds = time.perf_counter() - self.start - metrics.get("time/evaluation", 0.0)
-
-    def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
-        self.evaluations.append(metrics)
-
-    def warning(self, text: str) -> None:
-        """Not here: the same run without the comparison shows them."""
 
 
 def main(arguments: list[str] | None = None) -> float:
@@ -57,18 +37,10 @@ def main(arguments: list[str] | None = None) -> float:
     parser.set_defaults(peer_path=None, keep=False, patience=None)
     options = parser.parse_args(arguments)
     rows = [compare(seed, options) for seed in options.seeds]
-    lines = [
-        [
-            str(row["seed"]),
-            f"{row['seconds']:.0f}",
-            *(f"{row[name]:.1%}" for name in ("before", "ours", "theirs")),
-            f"{options.steps} / {row['their_rollouts']}",
-            f"{row['our_length']:.1f} / {row['their_length']:.1f}",
-        ]
-        for row in rows
-    ]
-    heads = ("seed", "seconds", "before", "dapo", "TRL", "rollouts, dapo / TRL", "length, dapo / TRL")
-    runner.table("greedy accuracy on held-out expressions after equal time", heads, lines)
+    heads = ("seed", "seconds", "before", "ours", "theirs", "rollouts of TRL", "length, dapo", "length, TRL")
+    forms = ("d", ".0f", ".1%", ".1%", ".1%", "d", ".1f", ".1f")
+    lines = [[number(value, form) for value, form in zip(row.values(), forms, strict=True)] for row in rows]
+    runner.table(f"greedy accuracy on held-out expressions after {options.steps} rollouts' time", heads, lines)
     difference = fmean(100 * (row["ours"] - row["theirs"]) for row in rows)
     print(f"{difference:+.1f} points")
     return difference
@@ -80,32 +52,28 @@ def compare(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     config = recipe(seed, options.steps, world, world / "model", out / f"ours-{seed}")
     if not (world / "model").exists():
         make_world(config, world, QuietListener())
-    ours, theirs = Watch(), Watch()
-    run_experiment(config, ours)
-    job = {
-        "do": "peers.trl_jobs:learn",
-        "task": asdict(replace(task_of(config, world / "train.jsonl"), weight_decay=0.0, threads=1)),
-        "setting": "float32",
-    }
-    job |= {"reward": "exact", "heldout": None, "seconds": ours.seconds, "out": str(trained)}
+    before, *_, after = trained_curve(config)
+    seconds = 60 * after["minutes"]
+    task = replace(task_of(config, world / "train.jsonl"), weight_decay=0.0, threads=1)
+    job: dict[str, Any] = {"do": "peers.trl_jobs:learn", "task": asdict(task), "setting": "float32"}
+    job |= {"reward": "exact", "heldout": None, "seconds": seconds, "out": str(trained)}
     job["environment"] = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     side = runner.run_side(options, f"trl-{seed}", job)
     if side.error:
         raise SystemExit(1)
     # no training: an evaluation by the same code
-    run_experiment(recipe(seed, 0, world, trained / "model-after", trained / "evaluation"), theirs)
-    row = {
-        "seed": seed,
-        "seconds": ours.seconds,
-        "before": ours.evaluations[0]["eval/accuracy"],
-        "ours": ours.evaluations[-1]["eval/accuracy"],
-        "theirs": theirs.evaluations[-1]["eval/accuracy"],
-        "their_rollouts": side.first("trained")["rollouts"],
-        "our_length": ours.evaluations[-1]["eval/response_length"],
-        "their_length": theirs.evaluations[-1]["eval/response_length"],
-    }
+    (told,) = trained_curve(recipe(seed, 0, world, trained / "model-after", trained / "evaluation"))
+    row = {"seed": seed, "seconds": seconds, "before": before["accuracy"], "ours": after["accuracy"]}
+    row |= {"theirs": told["accuracy"], "their_rollouts": side.first("trained")["rollouts"]}
+    row |= {"our_length": after["response_length"], "their_length": told["response_length"]}
     print(json.dumps(row), flush=True)
     return row
+
+
+def trained_curve(config: Config) -> list[dict[str, Any]]:
+    """The evaluations of a run."""
+    run_experiment(config, QuietListener())
+    return list(read_curve(Path(str(config.run.dir)))["points"])
 
 
 def recipe(seed: int, steps: int, world: Path, model: Path, folder: Path) -> Config:

@@ -1,7 +1,7 @@
-"""GSM8K on one GPU: the data, the sweep that fixes learning rate and batch, the runs, TRL's run, and their curves.
+"""GSM8K on one GPU: the data, the runs, TRL's run, and their curves.
 
 usage: python bench/gsm8k.py data --train FILE --test FILE [--out runs/gsm8k-data] [--judge-rows 512]
-       python bench/gsm8k.py run --split judge|test [--setting NAME] [--minutes N] [--model FOLDER] [KEY=VALUE ...]
+       python bench/gsm8k.py run --split judge|test [--minutes N] [--model FOLDER] [KEY=VALUE ...]
        python bench/gsm8k.py trl [--setting NAME] [--peer-path SITE] [--minutes N] [--model FOLDER] [KEY=VALUE ...]
        python bench/gsm8k.py report RUN ... [--minute 10] [--out FOLDER]
 
@@ -10,10 +10,9 @@ usage: python bench/gsm8k.py data --train FILE --test FILE [--out runs/gsm8k-dat
 trains. Rows may have ``prompt`` and ``answer``, or ``question`` and a solution with "#### 72" at its end, as published;
 plain or .gz.
 
-``run`` is one run of the recipe with one of the settings of the sweep (``SETTINGS``; docs/results.md declared them
-before any was run). ``--split judge``: trained on rest.jsonl, evaluated on judge.jsonl. ``--split test``: trained on
-train.jsonl, evaluated on test.jsonl. Each is a run folder with metrics.jsonl; the rate of an 8192^3 bfloat16 matrix
-product of the card, measured just before, goes into card.json beside it.
+``run`` is one run of the recipe, with the keys named. ``--split judge``: trained on rest.jsonl, evaluated on
+judge.jsonl. ``--split test``: trained on train.jsonl, evaluated on test.jsonl. Each is a run folder with metrics.jsonl;
+the rate of an 8192^3 bfloat16 matrix product of the card, measured just before, goes into card.json beside it.
 
 ``trl`` trains with TRL's GRPOTrainer and colocated vLLM for so many minutes on the rows, prompts, reward, warm-up,
 batch, clipping and overlong punishment of the recipe, at a constant rate; dynamic sampling it does not have.
@@ -24,8 +23,7 @@ the answers and makes the numbers. What comes out is a folder with metrics.jsonl
 ``report`` makes one table of the curves of some runs: accuracy against minutes of training, which are all since the
 first step began but those of evaluations (ours: ``time/wall``, which has the writing of samples in it, as
 ``training.minutes`` has not: with ``--minutes 9.8`` a run ends before its minute 10); the value at a minute is that of
-the last evaluation up to it, and not the best one. Beside it the share without an answer and the accuracy whatever the
-format, before and after. With ``--out`` also curves.csv, curves.json and curves.svg (needs dapo-rl[report]).
+the last evaluation up to it. With ``--out`` also curves.csv, curves.json and curves.svg (needs dapo-rl[report]).
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +47,12 @@ from dapo.data.text import open_text
 from dapo.errors import DataError, UserError
 from dapo.evaluation.benchmarks import GSM8K
 from dapo.observe.metrics import read_metrics
-from peers import named
 from peers.trl import PARTS
 from runner import console, number
 from work import measure_limits, task_of
 
 JUDGED_ROWS, SPLIT_SEED = 512, 0
 DATA = Path("runs/gsm8k-data")
-SETTINGS: dict[str, dict[str, Any]] = {
-    "lr3e-6": {"training.learning_rate": 3e-6},
-    "lr5e-6-falling": {"training.learning_rate": 5e-6, "training.final_learning_rate": 0.0},
-    "lr7e-6-falling": {"training.learning_rate": 7e-6, "training.final_learning_rate": 0.0},
-    "lr1e-5-falling": {"training.learning_rate": 1e-5, "training.final_learning_rate": 0.0},
-}
-"""The second sweep of docs/results.md; the first had 12 steps at constant 1e-5 and 2e-5, with 128 and 64 prompts."""
 
 
 def main(arguments: list[str] | None = None) -> Any:
@@ -80,7 +71,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--test", type=Path, required=True, help="its test.jsonl")
     add("--out", type=Path, default=DATA, help=f"folder for them ({DATA})")
     add("--judge-rows", type=int, default=JUDGED_ROWS, help=f"rows of judge.jsonl ({JUDGED_ROWS})")
-    for name, text in (("run", "as the recipe or a setting of the sweep says"), ("trl", "with TRL and vLLM")):
+    for name, text in (("run", "as the recipe says"), ("trl", "with TRL and vLLM")):
         one = commands.add_parser(name, help=f"train, {text}")
         add = one.add_argument
         add("--minutes", type=float, help="of rollout steps; by default as the recipe says")
@@ -90,10 +81,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         add("--out", type=Path, default=Path("runs"), help="folder that the run folder will lie in (runs)")
         add("overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe, such as evaluation.every=3")
         if name == "run":
-            add("--setting", choices=sorted(SETTINGS), help="without: as the recipe says")
             add("--split", choices=["judge", "test"], required=True, help="what it is evaluated on")
         else:
-            add("--setting", default="defaults", type=runner.setting_of(PARTS), help="of TRL")
+            add("--setting", default="defaults", type=partial(runner.setting_of, PARTS), help="of TRL")
             add("--peer-path", type=Path, help="folder that pip installed TRL and vLLM to with --target")
             add("--every", type=float, default=1.0, help="minutes between evaluations")
             one.set_defaults(split="test", device="cuda", keep=False, patience=None)
@@ -109,9 +99,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def check_trl(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse what cannot be run to its end."""
-    trainer = named(PARTS, options.setting)["trainer"]
-    if trainer.get("vllm_enable_sleep_mode"):  # only TRL's own generate() wakes its cache
-        parser.error(f"--setting {options.setting}: the evaluations need vLLM awake; leave sleep out")
     for name in ("minutes", "every"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -189,7 +176,7 @@ def _same(prompt: str) -> str:
 def overrides(options: argparse.Namespace) -> list[str]:
     """What makes of the recipe the run that the options ask for."""
     ours = options.command == "run"
-    name = options.setting or "recipe" if ours else "trl"
+    name = "recipe" if ours else "trl"
     train = "rest" if options.split == "judge" else "train"
     values: dict[str, Any] = {
         "data.train": options.data / f"{train}.jsonl",
@@ -199,7 +186,6 @@ def overrides(options: argparse.Namespace) -> list[str]:
     }
     values |= {"model.path": options.model} if options.model else {}
     values |= {} if options.minutes is None else {"training.minutes": options.minutes}
-    values |= SETTINGS[options.setting] if ours and options.setting else {}
     return [*(f"{key}={value}" for key, value in values.items()), *options.overrides]
 
 
@@ -228,8 +214,8 @@ def trl(options: argparse.Namespace) -> None:
     config = load_config(recipe_path("gsm8k-1gpu"), overrides(options))
     options.out = Path(str(config.run.dir))
     options.out.mkdir(parents=True, exist_ok=True)
-    card = runner.measure_card(options).first("limits")
-    (options.out / "card.json").write_text(json.dumps(card), encoding="utf-8")
+    card = runner.measure_card(options)
+    (options.out / "card.json").write_text(json.dumps(asdict(card) if card else {}), encoding="utf-8")
     task = task_of(config, options.data / "train.jsonl")
     job = {"do": "peers.trl_jobs:learn", "task": asdict(task), "setting": options.setting, "reward": "math"}
     job |= {"out": str(options.out), "heldout": str(options.data / "test.jsonl")}
@@ -247,15 +233,8 @@ def tell(folder: Path) -> None:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-FIGURES = {
-    "accuracy": "accuracy",
-    "no_answer": "no_answer",
-    "lenient": "lenient",
-    "truncated": "truncated",
-    "response_length": "response_length",
-    "low": "accuracy_low",
-    "high": "accuracy_high",
-}
+FIGURES = {name: name for name in ("accuracy", "no_answer", "lenient", "truncated", "response_length")}
+FIGURES |= {"low": "accuracy_low", "high": "accuracy_high"}
 """What is known of an evaluation, beside its step and minute of training, and the metrics (``eval/``) they are."""
 Point = dict[str, Any]
 Curve = dict[str, Any]
@@ -278,8 +257,8 @@ def read_curve(folder: Path) -> Curve:
             points.append({"step": steps, "minutes": seconds / 60, **figures})
     if not points:
         raise DataError(f"{folder}: no evaluation in metrics.jsonl")
-    ends = {"steps": steps, "elapsed_seconds": elapsed, "card": _card(folder / "card.json")}
-    return {"run": folder.resolve().name, "points": points, **ends}
+    found = {"run": folder.resolve().name, "points": points, "steps": steps, "elapsed_seconds": elapsed}
+    return found | {"card": _card(folder / "card.json")}
 
 
 def point_at(curve: Curve, minute: float) -> Point:
@@ -312,17 +291,10 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
     for one in found:
         before, after = one["before"], one["after"]
         pairs = [(before[key], after[key]) for key in ("no_answer", "lenient", "truncated")]
-        lines.append(
-            [
-                one["run"],
-                *(_share(end["accuracy"]) for end in (before, after)),
-                f"{_share(after['low'])} to {_share(after['high'])}",
-                f"{after['minutes']:.2f}",
-                str(after["step"]),
-                *(f"{_share(first)} → {_share(last)}" for first, last in pairs),
-                number(one["card"].get("operations_per_second"), ".0f", 1e12),
-            ]
-        )
+        line = [one["run"], *(_share(end["accuracy"]) for end in (before, after))]
+        line += [f"{_share(after['low'])} to {_share(after['high'])}", f"{after['minutes']:.2f}", str(after["step"])]
+        line += [f"{_share(first)} → {_share(last)}" for first, last in pairs]
+        lines.append([*line, number(one["card"].get("operations_per_second"), ".0f", 1e12)])
     runner.table(f"greedy accuracy before and at minute {options.minute:g} of training", heads, lines)
     for curve in curves:
         points = "  ".join(f"{p['minutes']:.1f}: {p['accuracy']:.1%}" for p in curve["points"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runner import Report
-from work import Rollout, measure_limits
+from work import Rollout, measure_limits, warmups
 
 
 class Mark(NamedTuple):
@@ -89,8 +89,8 @@ async def _rollouts(works: list[Rollout], repeats: int, report: Report) -> list[
     report.say("ready")
     await _sample(engine, first.first_token(), seed=0)
     report.say("first token")
-    for work in works[::2]:  # the two of a point are warmed up alike
-        await _sample(engine, work.warmup(), seed=0)
+    for work in warmups(works):
+        await _sample(engine, work, seed=0)
     report.say("first batch")
     for seed in range(1, repeats + 1):
         for number, work in enumerate(works):

@@ -13,17 +13,7 @@ import torch
 
 from ours import load, mark, say_limits, say_memory
 from runner import Report
-from work import (
-    INSTRUCTION,
-    REWARD_WORKERS,
-    Groups,
-    Shape,
-    Task,
-    make_groups,
-    sizes_of,
-    training_operations,
-    verdict,
-)
+from work import INSTRUCTION, KEYS, REWARD_WORKERS, Shape, Task, make_groups, sizes_of, training_operations, verdict
 
 PHASES = ("rollout", "prepare", "update", "sync")
 """Of a cycle of ours; with the rest they add up to it."""
@@ -79,8 +69,8 @@ def hand_overs(trainer: Any, repeats: int, report: Report) -> None:
         report.say("hand_over", counts=number > 0, seconds=mark(wait=True).since(start)["seconds"])
 
 
-def packed(made: Groups, shared: bool) -> Any:
-    """The groups as a batch; not ``shared``: every sample is a group of its own, with a prompt of its own."""
+def packed(made: Any, shared: bool) -> Any:
+    """Groups of ``make_groups`` as a batch; not ``shared``: every sample is a group with a prompt of its own."""
     import numpy as np
 
     from dapo.records import Group, Prompt, Reward, Sample
@@ -132,30 +122,15 @@ def rows_of(task: Task) -> list[dict[str, str]]:
 
 def settings_of(task: Task) -> dict[str, Any]:
     """The recipe of our side, as dotted keys."""
-    return {
-        "seed": task.seed,
-        "model.path": task.model,
-        "model.compute_dtype": task.dtype,
+    return {key: getattr(task, name) for name, key in KEYS.items()} | {
         "data.template": "chat" if task.rows else "plain",
         "data.instruction": INSTRUCTION if task.rows else "",
-        "data.shuffle": False,
-        "data.max_prompt_length": task.longest_prompt,
-        "rollout.prompts_per_step": task.prompts,
-        "rollout.samples_per_prompt": task.samples,
-        "rollout.max_response_length": task.limit,
-        "rollout.max_concurrent_samples": task.concurrent,
-        "rollout.temperature": task.temperature,
         "reward.workers": REWARD_WORKERS,
         "algorithm.filter_groups.enable": False,
         "algorithm.overlong_buffer.enable": task.overlong > 0,
         "algorithm.overlong_buffer.len": task.overlong or 1,
         "training.steps": task.rollouts,
         "training.groups_per_update": task.prompts // task.updates,
-        "training.learning_rate": task.learning_rate,
-        "training.weight_decay": task.weight_decay,
-        "training.warmup_steps": task.warmup_rollouts,
-        "training.tokens_per_micro_batch": task.micro_tokens,
-        "runtime.device": task.device,
         "runtime.threads": task.threads or None,
         "run.save_samples": False,
         "run.save_every": 0,

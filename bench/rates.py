@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo.config import load_config
+from dapo.config import build_config, load_config
 from dapo.observe.metrics import read_metrics
 from dapo.orchestrator.mfu import CARDS, CardLimits
 from dapo.plan import hardware
@@ -59,15 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model, runs = "", [Measured(path, options.card) for path in options.paths]
         found, model, source = rates(runs), runs[0].name, ", ".join(map(str, options.paths))
     about = {"model": model, "source": options.source or source, "date": options.date}
-    command = f"python bench/rates.py {options.command}"
+    about["written_by"] = f"python bench/rates.py {options.command}"
     old = json.loads(options.table.read_text(encoding="utf-8")) if options.table.exists() else []
     kept = [row for row in old if row["card"] != options.card or row["rate"] not in found]
-    new = [
-        {"card": options.card, "rate": rate, "value": float(f"{value:.3g}"), "unit": UNITS[rate]}
-        | about
-        | {"written_by": command}
-        for rate, value in found.items()
-    ]
+    new = []
+    for rate, value in found.items():
+        row = {"card": options.card, "rate": rate, "value": float(f"{value:.3g}"), "unit": UNITS[rate]}
+        new.append(row | about)
     lines = ",\n".join(f" {json.dumps(row)}" for row in [*kept, *new])
     options.table.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     for row in new:
@@ -79,7 +77,7 @@ def decode(steps: Sequence[dict[str, Any]], card: str) -> dict[str, float]:
     terms = []
     for step in steps:
         shape = hardware.published_shape(step["model"])[1]
-        config = load_config_of(step["model"])
+        config = build_config({"model": {"path": step["model"], "compute_dtype": "bfloat16"}})
         limits = CardLimits.on(CARDS[card], trainable_shape(config.model, shape), 2)
         read = limits.weight_bytes + step["rows"] * (8 * shape.vocab_size + step["context"] * limits.cache_bytes)
         made = step["rows"] * limits.weight_bytes
@@ -87,12 +85,6 @@ def decode(steps: Sequence[dict[str, Any]], card: str) -> dict[str, float]:
         terms.append([value / step["seconds"] for value in row])
     layer, memory, matmul = np.linalg.lstsq(np.array(terms), np.ones(len(terms)), rcond=None)[0]
     return {"layer": float(layer), "bandwidth": float(1 / memory), "matmul": float(1 / matmul)}
-
-
-def load_config_of(model: str) -> Any:
-    from dapo.config import build_config
-
-    return build_config({"model": {"path": model, "compute_dtype": "bfloat16"}})
 
 
 class Measured:

@@ -2,11 +2,10 @@
 
 usage: python bench/recording.py [--steps 20] [--rounds 3] [--seed 1] [--out runs/recording]
 
-Everything: samples of every group with their tokens, resources every second (five times as
-often as by default), TensorBoard and the Prometheus endpoint. Nothing: metrics.jsonl alone. Both are the same
-deterministic run from the demo's warmed-up model, so step k has the same work on both sides; they take turns. Compared
-is the wall time of a step from the end of the one before to its own end, evaluations left out: of each step the median
-over the rounds, of these the mean (the first two steps left out).
+Everything: samples of every group with their tokens, resources every second (five times as often as by default),
+TensorBoard and the Prometheus endpoint. Nothing: metrics.jsonl alone. Both are the same deterministic run from the
+demo's warmed-up model, so step k has the same work on both sides; they take turns. Compared is the wall time of a step
+without evaluations: of each step the median over the rounds, of these the mean (the first two steps left out).
 """
 
 from __future__ import annotations
@@ -46,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     if options.steps <= FIRST:
         parser.error(f"--steps {options.steps}: the first {FIRST} are left out")
-    make_demo(options)
+    world = options.out / f"world-{options.seed}"
+    if not world.exists():
+        make_world(load_config(recipe_path("cpu-demo"), settings(options)), world, QuietListener())
     rounds = alternate({name: partial(step_times, options, name) for name in SIDES}, options.rounds)
     times = {name: [side["times"] for side in of] for name, of in rounds.items()}
     found = compared(times)
@@ -57,24 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 def settings(options: argparse.Namespace) -> list[str]:
     world = options.out / f"world-{options.seed}"
-    return [
-        f"seed={options.seed}",
-        f"training.steps={options.steps}",
-        "evaluation.every=0",
-        "runtime.deterministic=true",
-        "run.if_exists=rename",
-        "run.save_every=0",
-        f"model.path={world / 'model'}",
-        f"data.train={world / 'train.jsonl'}",
-        f"evaluation.data={world / 'heldout.jsonl'}",
-    ]
-
-
-def make_demo(options: argparse.Namespace) -> None:
-    """The demo's world and model, if they are not there."""
-    world = options.out / f"world-{options.seed}"
-    if not world.exists():
-        make_world(load_config(recipe_path("cpu-demo"), settings(options)), world, QuietListener())
+    places = {"model.path": "model", "data.train": "train.jsonl", "evaluation.data": "heldout.jsonl"}
+    keys = ["evaluation.every=0", "runtime.deterministic=true", "run.if_exists=rename", "run.save_every=0"]
+    sizes = [f"seed={options.seed}", f"training.steps={options.steps}"]
+    return [*sizes, *keys, *(f"{key}={world / name}" for key, name in places.items())]
 
 
 def step_times(options: argparse.Namespace, side: str, number: int) -> dict[str, Any]:

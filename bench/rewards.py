@@ -12,10 +12,9 @@ solutions; their last box holds
 - ``other``: the reference of another row, which is nearly always wrong: both have to be read,
 - ``sum``: the reference plus 0, which is right where it is an expression: both have to be evaluated.
 
-``code``: programs with three asserts each, the MBPP manner: one bubblewrap and one Python start for each. The same
-machine's bare starts (`bwrap ... python -ISE -c pass`, nothing else) are measured before and after, as many at a time:
-what is left between the two numbers is the price of the tests. With ``--file``, reference solutions of a file with
-tests, entry_point and solution.
+``code``: programs with three asserts each, the MBPP manner: one bubblewrap and one Python start for each. Bare starts
+(`bwrap ... python -ISE -c pass`, nothing else) are measured before and after, as many at a time: the difference is the
+price of the tests. With ``--file``, reference solutions of a file with tests, entry_point and solution.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from math_verify import parse, verify
 
 from dapo.config import CodeReward, MathReward
 from dapo.records import Prompt
-from dapo.reward.code.sandbox import Sandbox, SandboxLimits
+from dapo.reward.code import sandbox
 from dapo.reward.code.scorer import CodeScorer
 from dapo.reward.math.extract import last_box
 from dapo.reward.math.scorer import MathScorer
@@ -74,11 +73,8 @@ async def math(options: argparse.Namespace) -> None:
         for kind, pairs in pairs_of(path, options.pairs).items():
             ours, right = await time_scorer(pairs, options.workers)
             plain, plain_right = time_plain(pairs)
-            print(
-                f"{name:6} {kind:6} MathScorer {ours:6.0f} ({right:4})   Math-Verify {plain:6.0f} ({plain_right:4})"
-                f"   ratio {ours / plain:.2f}",
-                flush=True,
-            )
+            both = f"MathScorer {ours:6.0f} ({right:4})   Math-Verify {plain:6.0f} ({plain_right:4})"
+            print(f"{name:6} {kind:6} {both}   ratio {ours / plain:.2f}", flush=True)
 
 
 def pairs_of(path: Path, count: int) -> dict[str, list[Pair]]:
@@ -136,7 +132,7 @@ def time_plain(pairs: list[Pair]) -> tuple[float, int]:
 async def code(options: argparse.Namespace) -> None:
     """Measure, print; every score must be right."""
     python = str(Path(sys.executable).resolve())
-    command = [*Sandbox(SandboxLimits(2**30, 32, 2**26)).command(), python, "-I", "-S", "-E", "-c", "pass"]
+    command = [*sandbox._arguments(python, 2**26, False, ()), python, "-I", "-S", "-E", "-c", "pass"]
     scorer, items = CodeScorer(CodeReward(kind="code", workers=options.workers)), responses(options.file)
 
     async def bare_start() -> None:

@@ -4,20 +4,18 @@ usage: python bench/rollout.py COMMAND --out FOLDER [--peer-path SITE] ...
 
   ours      the rollout with our engine alone
   search    the rollout with vLLM in each of the settings of --search
-  compare   ours, vLLM's best setting searched (or --best), vLLM's defaults; the ratios come last
-  startup   process start to first token, with an empty compile cache and with the cache that this left
+  compare   ours, vLLM's best setting kept (or --best), vLLM's defaults; the ratios come last
 
 The rollout is ``--samples`` responses to each of ``--prompts`` prompts, up to ``--limit`` tokens, T = 1, log-probs on.
 Tokens a second are completion tokens / (first submit to last sample). With ``--model FOLDER --prompts FILE`` it is the
 real one, whose responses end when the model ends them. Without, weights are random (``--shape``), prompts too, and
-response lengths are those of ``response_lengths.json``, the same in both engines; good for development only.
+response lengths are those of ``response_lengths.json``, the same in both engines; good for development only. With
+``--points 256x1k 64x4k`` it is steady decoding of ``--limit`` steps, so many rows at so many tokens of context
+(``steady.py``), and ``compare`` leaves vLLM's defaults out.
 
-With ``--points 256x1k 64x4k`` it is steady decoding of ``--limit`` steps, so many rows at so many tokens of context
-(``steady.py``), and ``compare`` leaves vLLM's defaults out. Each side starts once for all points.
-
-Every side runs in a process of its own on the whole card (``runner.py``), and starts with a short rollout of other
-prompts. Ours is the median of ``--repeats``, vLLM's the best of ``--peer-repeats``; at points the shortest count in
-both. Settings of vLLM: see ``peers/vllm.py`` (PARTS). Float32 on a CPU, bfloat16 on a GPU.
+Every side runs in a process of its own on the whole card (``runner.py``), once for all points, and starts with a short
+rollout of other prompts. Ours is the median of ``--repeats``, vLLM's the best of ``--peer-repeats``; at points the
+shortest count in both. Settings of vLLM: see ``peers/vllm.py`` (PARTS). Float32 on a CPU, bfloat16 on a GPU.
 
 The least bytes and operations are counted in ``work.py``; shares are of the card's limits, measured before. A
 comparison is void unless vLLM reaches what is known of it: 18k tokens/s at 128 x 16 with the 0.5B model on an NVIDIA
@@ -29,7 +27,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import partial
@@ -40,35 +37,22 @@ from typing import Any
 
 import runner
 import steady
+from peers import settings
 from peers.vllm import PARTS
-from runner import Outcome, Side, best_setting, positive, run_side
-from work import (
-    INSTRUCTION,
-    SHAPES,
-    Limits,
-    Rollout,
-    Shape,
-    drawn_lengths,
-    random_prompts,
-    rollout_cost,
-)
+from runner import Outcome, Side, positive, run_side
+from work import INSTRUCTION, SHAPES, Limits, Rollout, Shape, drawn_lengths, random_prompts, rollout_cost
 
 KNOWN_RATE = 18_000
 """Tokens a second of vLLM 0.25.1 at its best on an NVIDIA H100 80GB: 0.5B model, 128 x 16, up to 768 tokens."""
-CACHES = {
-    "DAPO_CACHE": "dapo",
-    "XDG_CACHE_HOME": "xdg",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "VLLM_CACHE_ROOT": "vllm",
-    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-}
+CACHES = ("DAPO_CACHE", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+CACHES += ("VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE")
 """Variables of the folders of compiled code."""
 ROWS = (
-    ("start_seconds", "start, s", ".1f", 1),
+    ("seconds_to", "since the start, s: ", ".1f", 1),
     ("tokens", "tokens", ",d", 1),
     ("seconds", "seconds", ".2f", 1),
     ("speed", "tokens/s", ",.0f", 1),
+    ("each", "tokens/s, ", ",.0f", 1),
     *steady.SHARES,
     ("memory", "memory, GB: ", ".1f", 1e9),
     ("mismatch", "engine - trainer log-prob: ", ",.5g", 1),
@@ -80,18 +64,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = runner.make_parser(__doc__, sorted(COMMANDS), PARTS, patience=300)
+    sizes = {"shape": "0.5b", "samples": 16, "limit": 768, "concurrent": 1024}
+    parser = runner.make_parser(__doc__, COMMANDS, PARTS, 300, model=None, **sizes)
     add = parser.add_argument
-    add("--model", type=Path, help="folder of the real model; without, random weights")
-    add("--shape", default="0.5b", choices=sorted(SHAPES), help="of random weights")
     add("--prompts", default="128", help="how many, or with --model a JSON Lines file with 'prompt'")
-    add("--samples", type=positive, default=16, help="for each prompt")
-    add("--limit", type=positive, default=768, help="response tokens at most")
-    add("--concurrent", type=positive, default=1024, help="sequences at once in our engine")
     add("--repeats", type=positive, default=3, help="of ours; the median counts")
     add("--peer-repeats", type=positive, default=1, help="of vLLM's; the best counts")
     add("--points", nargs="+", type=steady.point, metavar="ROWSxCONTEXT", help="steady decoding, with random weights")
-    add("--sides", nargs="+", default=["ours"], choices=["ours", "vllm"], help="of startup")
+    add("--caches", type=Path, help="folder for compiled code; a new one: how long it takes to start with nothing")
     options = parser.parse_args(arguments)
     if options.model is not None and not options.model.is_dir():
         parser.error(f"--model {options.model}: no such folder")
@@ -150,40 +130,47 @@ def read_prompts(model: Path, file: Path) -> tuple[list[list[int]], list[int]]:
 def describe(options: argparse.Namespace, works: list[Rollout]) -> dict[str, Any]:
     """The work without its token ids."""
     work = works[-1]
+    found = {name: getattr(work, name) for name in ("model", "random", "temperature", "device", "dtype")}
+    found["title"] = title(options, works)
     if options.points:
-        same = {name: getattr(work, name) for name in ("model", "random", "temperature", "device", "dtype")}
-        return same | {"points": [point.name for point in options.points], "steps": options.limit}
+        return found | {"points": [point.name for point in options.points], "steps": options.limit}
     sizes = {"prompts": len(work.prompts), "prompt_tokens": sum(map(len, work.prompts)), "limit": max(work.limits)}
-    return {name: value for name, value in asdict(work).items() if name not in ("limits", "stop_ids")} | sizes
+    return found | sizes | {"samples": work.samples, "concurrent": work.concurrent}
+
+
+def title(options: argparse.Namespace, works: list[Rollout]) -> str:
+    """The work in short, by which settings are kept."""
+    work, shape = works[-1], Shape.read(works[-1].model).name
+    if options.points:
+        return f"{shape}, {' '.join(point.name for point in options.points)}, {options.limit} steps"
+    return f"{shape}{', random' * work.random}, {len(work.prompts)} x {work.samples}, up to {max(work.limits)} tokens"
 
 
 # --- the rollout ------------------------------------------------------------------------------------------------------
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
-    works, card = make_works(options), runner.measure_card(options).limits
-    return shown({"work": describe(options, works), "sides": [our_side(options, works, card)]}, card)
+    works, card = make_works(options), runner.measure_card(options)
+    return shown({"work": describe(options, works), "sides": [run_rollouts(options, works, card)]}, card)
 
 
-def run_rollouts(options: argparse.Namespace, name: str, works: list[Rollout], repeats: int, **more: Any) -> Outcome:
-    """A process that makes the rollouts ``repeats`` times, with vLLM if ``more`` of the job has a setting of it."""
-    do = "peers.vllm:rollout" if "setting" in more else "ours:rollout"
+def run_rollouts(
+    options: argparse.Namespace, works: list[Rollout], card: Limits | None, setting: str | None = None
+) -> Side:
+    """A process that makes the rollouts again and again with our engine, or with vLLM in a setting."""
     told = [{field.name: getattr(work, field.name) for field in fields(work)} for work in works]  # asdict takes seconds
-    return run_side(options, name, {"do": do, "works": told, "repeats": repeats} | more)
-
-
-def our_side(options: argparse.Namespace, works: list[Rollout], card: Limits | None) -> Side:
-    side = run_rollouts(options, "ours", works, options.repeats)
+    caches = {name: str(options.caches.resolve() / name.lower()) for name in CACHES} if options.caches else {}
+    job = {"do": "ours:rollout", "works": told, "repeats": options.repeats, "environment": caches}
+    if setting:
+        job |= {"do": "peers.vllm:rollout", "repeats": options.peer_repeats, "setting": setting}
+        job["engine"] = steady.engine_arguments(works) if options.points else {}
+    outcome = run_side(options, f"vllm-{setting}" if setting else "ours", job)
     if options.points:
-        return steady.figures(options.points, side, works, card)
-    return summary(side, works, card, median) | {"mismatch": side.first("mismatch") or None}
-
-
-def their_side(options: argparse.Namespace, works: list[Rollout], setting: str, card: Limits | None) -> Side:
-    engine = steady.engine_arguments(works) if options.points else {}
-    side = run_rollouts(options, f"vllm-{setting}", works, options.peer_repeats, setting=setting, engine=engine)
-    found = steady.figures(options.points, side, works, card) if options.points else summary(side, works, card, max)
-    return found | {"setting": setting}
+        side = steady.figures(options.points, outcome, works, card)
+    else:
+        side = summary(outcome, works, card, max if setting else median)
+        side["mismatch"] = outcome.first("mismatch") or None
+    return runner.told(side | ({"setting": setting} if setting else {}), steady.ROWS if options.points else ROWS)
 
 
 def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Callable[[list[float]], float]) -> Side:
@@ -200,22 +187,23 @@ def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Ca
     if runs:
         speed = choose([run["speed"] for run in runs])
         chosen = min(runs, key=lambda run: abs(run["speed"] - speed)) | {"speed": speed}
-    return side.facts() | chosen | {"runs": runs, "start_seconds": side.seconds_to("first batch")}
+    each = {f"run {i}": run["speed"] for i, run in enumerate(runs, 1)}
+    seconds_to = {mark: side.seconds_to(mark) for mark in steady.MARKS}
+    return side.facts() | chosen | {"runs": runs, "each": each, "seconds_to": seconds_to}
 
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
-    works, card = make_works(options), runner.measure_card(options).limits
-    found = runner.search(options, describe(options, works), lambda setting: their_side(options, works, setting, card))
-    return shown(found, card)
+    works, card = make_works(options), runner.measure_card(options)
+    found = settings.search(options, settings.VLLM, title(options, works), partial(run_rollouts, options, works, card))
+    return shown({"work": describe(options, works)} | found, card)
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    works, card = make_works(options), runner.measure_card(options).limits
-    best = best_setting(options, describe(options, works))
-    sides: dict[str, Callable[[int], Side]] = {"ours": lambda _: our_side(options, works, card)}
-    for name, setting in {"vLLM best": best, "vLLM defaults": None if options.points else "defaults"}.items():
-        if setting:
-            sides[name] = partial(lambda setting, _: their_side(options, works, setting, card), setting)
+    works, card = make_works(options), runner.measure_card(options)
+    best = settings.best(options, settings.VLLM, title(options, works))
+    named: dict[str, str | None] = {"ours": None, **({"vLLM best": best} if best else {})}
+    named |= {} if options.points or best == "defaults" else {"vLLM defaults": "defaults"}
+    sides = {name: lambda _, of=of: run_rollouts(options, works, card, of) for name, of in named.items()}
     rounds = runner.alternate(sides)
     if options.points:
         compared = steady.conclude(options.points, [side for (side,) in rounds.values()])
@@ -235,7 +223,7 @@ def void_reasons(work: Rollout, sides: list[Side]) -> list[str]:
     """Why a comparison says nothing; empty if it does."""
     mine, peers = sides[0], sides[1:]
     reasons = runner.failed({side["name"]: [side] for side in sides})
-    if len(peers) < 2:
+    if "vLLM best" not in {p["name"] for p in peers} or "defaults" not in {p["setting"] for p in peers}:
         reasons.append("vLLM's best setting or its defaults are missing")
     bar, reached = known_rate(work), max((p["speed"] for p in peers if p["speed"]), default=0)
     if bar is not None and reached < bar:
@@ -250,36 +238,15 @@ def void_reasons(work: Rollout, sides: list[Side]) -> list[str]:
 
 def shown(found: dict[str, Any], card: Limits | None) -> dict[str, Any]:
     found["limits"] = asdict(card) if card else None
-    work = found["work"]
-    if "points" in work:
-        runner.show(f"{work['model']} (random weights), {work['steps']} steps, log-probs on", found, steady.ROWS)
-        return found
-    what = "random weights, listed lengths" if work["random"] else "real model"
-    sizes = f"{work['prompts']} x {work['samples']}, up to {work['limit']} tokens, T = {work['temperature']:g}"
-    runner.show(f"{work['model']} ({what}), {sizes}, log-probs on", found, ROWS)
-    if "known_rate" in found and found["known_rate"] is None:
+    runner.show(
+        f"{found['work']['title']}, T = 1, log-probs on", found, steady.ROWS if "points" in found["work"] else ROWS
+    )
+    if found.get("known_rate", 0) is None:
         runner.console.print("nothing is known of vLLM's rate on this work, so it was not held against vLLM")
     return found
 
 
-def startup(options: argparse.Namespace) -> dict[str, Any]:
-    """Each side twice: with empty caches, and with what the first start left in them."""
-    works, starts = make_works(options), []
-    for side in options.sides:
-        more = {"setting": options.best or "defaults", "engine": {}} if side == "vllm" else {}
-        cache = options.out.resolve() / f"cache-{side}-{int(time.time())}"
-        caches = {variable: str(cache / name) for variable, name in CACHES.items()}
-        for state in ("cold", "warm"):
-            outcome = run_rollouts(options, f"startup-{side}-{state}", works, 0, environment=caches, **more)
-            seconds = {kind: outcome.seconds_to(kind) for kind in steady.MARKS}
-            starts.append(outcome.facts() | {"seconds": seconds})
-    found = {"work": describe(options, works), "sides": starts}
-    title = "seconds from process start; ready: the engine exists; first batch: all rows, 16 tokens each"
-    runner.show(title, found, [("seconds", "", ".1f", 1)])
-    return found
-
-
-COMMANDS = {"ours": ours, "search": search, "compare": compare, "startup": startup}
+COMMANDS = {"ours": ours, "search": search, "compare": compare}
 
 if __name__ == "__main__":
     runner.script(main)

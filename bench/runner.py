@@ -8,8 +8,8 @@ later.
 Common to all: sides have the machine for themselves, one after the other, in alternating order where there are several
 rounds. A side that fails or outlasts ``--patience`` is reported with the end of its output; the others go on, until all
 have taken ``--within``. With ``--keep`` a side of the same job that the folder holds is taken in place of running it
-again: so a comparison may be made in several commands, on a machine that allows only short ones. Settings of a peer
-that ``search`` tried are kept in searched.json, and ``compare`` takes the fastest one found for the same work. A
+again: so a comparison may be made in several commands, on a machine that allows only short ones. What a side measured
+is printed when it ends. Settings of a peer that ``search`` tried are kept in settings.json (``peers/settings.py``). A
 comparison that is void has no ratio.
 """
 
@@ -23,12 +23,14 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -39,12 +41,15 @@ from rich.console import Console
 from rich.table import Table
 
 from peers import Parts, named
-from work import Limits
+from work import SHAPES, Limits
 
 HERE = Path(__file__).resolve().parent
+SETTINGS = HERE / "settings.json"
 PACKAGES = ("torch", "transformers", "trl", "vllm", "math-verify")
 Command = Callable[[argparse.Namespace], dict[str, Any]]
 Side = dict[str, Any]
+Rows = Sequence[tuple[str, str, str, float]]
+"""Figures of a side: key, label, format and unit."""
 console = Console(width=160)
 
 
@@ -83,36 +88,51 @@ def assigned(items: Sequence[str]) -> dict[str, Any]:
     return {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in items)}
 
 
-def setting_of(parts: Parts) -> Callable[[str], str]:
-    """The type of an option that names a setting of a peer."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"type": Path, "help": "folder of the real model; without, random weights"},
+    "shape": {"choices": sorted(SHAPES), "help": "of random weights"},
+    "samples": {"type": positive, "help": "responses to each prompt"},
+    "limit": {"type": positive, "help": "response tokens at most"},
+    "concurrent": {"type": positive, "help": "sequences at once in our engine"},
+    "micro_tokens": {"type": positive, "help": "tokens of a forward pass in our updates"},
+    "set": {"type": assignment, "nargs": "+", "metavar": "KEY=VALUE", "help": "keys of our recipe"},
+}
+"""Those that several benchmarks have."""
 
-    def setting(text: str) -> str:
-        try:
-            named(parts, text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return text
 
-    return setting
-
-
-def make_parser(doc: str | None, commands: Sequence[str], parts: Parts | None = None, patience: float = 560) -> Any:
-    """A parser with the options that all benchmarks have; ``parts``: of the settings of a peer."""
+def make_parser(
+    doc: str | None, commands: Iterable[str], parts: Parts | None = None, patience: float = 560, **defaults: Any
+) -> Any:
+    """A parser with the options that all benchmarks have, and those of ``OPTIONS`` that have ``defaults``; ``parts``:
+    of the settings of a peer."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("command", choices=commands)
+    if commands:
+        add("command", choices=sorted(commands))
     add("--out", type=Path, required=True, help="folder for results and logs")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--keep", action="store_true", help="use sides of the same job that the folder holds")
     add("--patience", type=float, default=patience, help="seconds that a side may take")
     add("--within", type=float, default=math.inf, help="seconds for all sides: one that runs then is ended")
+    for name, default in defaults.items():
+        add(f"--{name.replace('_', '-')}", default=default, **OPTIONS[name])
     parser.set_defaults(peer_path=None)
     if parts:
-        setting = {"type": setting_of(parts), "metavar": "SETTING"}
+        setting = {"type": partial(setting_of, parts), "metavar": "SETTING"}
         add("--peer-path", type=Path, help="folder that pip installed the peer to with --target")
         add("--search", nargs="+", default=["defaults"], help="settings of the peer to try", **setting)
-        add("--best", help="setting to compare with, in place of the fastest one searched", **setting)
+        add("--best", help="setting to compare with, in place of the best one kept", **setting)
+        add("--settings", type=Path, default=SETTINGS, help="file of the best settings (bench/settings.json)")
     return parser
+
+
+def setting_of(parts: Parts, text: str) -> str:
+    """A setting of a peer that there is."""
+    try:
+        named(parts, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def require_gpu(device: str) -> None:
@@ -191,8 +211,8 @@ class Outcome:
 class Report:
     """JSON lines in a file: a side that fails later has still said what it found."""
 
-    def __init__(self, path: str) -> None:
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  (open as long as the process)
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
 
     def say(self, kind: str, **values: Any) -> None:
         self._file.write(json.dumps({"kind": kind, "time": time.time(), **values}) + "\n")
@@ -201,8 +221,11 @@ class Report:
             print(f"{kind} {values.get('work', '')}: {values['seconds']:.3f} s", flush=True)
 
 
-def measure_card(options: argparse.Namespace) -> Outcome:
-    return run_side(options, "limits", {"do": "ours:say_limits", "device": options.device})
+def measure_card(options: argparse.Namespace) -> Limits | None:
+    """The card's limits, measured once for these options."""
+    if "card" not in options:
+        options.card = run_side(options, "limits", {"do": "ours:say_limits", "device": options.device}).limits
+    return options.card  # type: ignore[no-any-return]
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
@@ -217,24 +240,33 @@ def run_side(options: argparse.Namespace, name: str, job: dict[str, Any]) -> Out
     Of the options it needs ``out`` (where its files go), ``patience``, ``keep`` and ``peer_path``.
     """
     files = {kind: options.out / f"{name}.{kind}" for kind in ("job.json", "jsonl", "log")}
-    text = json.dumps(job | {"report": str(files["jsonl"].resolve())})
+    text, before = json.dumps(job), Outcome(name, time.time(), [], None)
     if options.keep and files["job.json"].is_file() and files["job.json"].read_text(encoding="utf-8") == text:
-        records = read_records(files["jsonl"])
-        if records and records[-1]["kind"] == "done":
+        before = Outcome(name, files["job.json"].stat().st_mtime, read_records(files["jsonl"]), None)
+        if before.of("done"):
             console.print(f"{name}: as measured before")
-            return Outcome(name, files["job.json"].stat().st_mtime, records, None)
+            return before
+    if _left(options) <= 0:
+        error = f"{name} not started: --within is over" + ("; begun once" if before.records else "")
+        console.print(error, style="red", markup=False)
+        return replace(before, error=error)
     files["jsonl"].unlink(missing_ok=True)
     files["job.json"].write_text(text, encoding="utf-8")
     console.print(f"{name} ...")
-    spawned = time.time()
+    spawned, error = time.time(), None
     code = _spawn(options, job, files)
-    error = None
     if code != 0:
+        lines = files["log"].read_text(encoding="utf-8", errors="replace").splitlines()
         how = f"not done after {time.time() - spawned:.0f} s" if code is None else f"ended with code {code}"
-        tail = files["log"].read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-        error = "\n".join([f"{name} {how}", *tail])
+        causes = [line for line in lines[:-15] if re.search(r"\w(Error|Exception): ", line)]  # of its own processes
+        error = "\n".join([f"{name} {how}", *causes[-3:], *lines[-15:]])
         console.print(error, style="red", markup=False)
     return Outcome(name, spawned, read_records(files["jsonl"]), error)
+
+
+def _left(options: argparse.Namespace) -> float:
+    """Seconds until ``--within`` is over."""
+    return float(getattr(options, "ends", math.inf)) - time.monotonic()
 
 
 def _spawn(options: argparse.Namespace, job: dict[str, Any], files: Mapping[str, Path]) -> int | None:
@@ -251,8 +283,7 @@ def _spawn(options: argparse.Namespace, job: dict[str, Any], files: Mapping[str,
             command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            left = getattr(options, "ends", math.inf) - time.monotonic()
-            return process.wait(min(options.patience or math.inf, left))
+            return process.wait(min(options.patience or math.inf, _left(options)))
         except subprocess.TimeoutExpired:
             return None
         finally:
@@ -265,7 +296,7 @@ def do_job(path: str) -> None:
     """What the process of a side does."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     module, _, function = job["do"].partition(":")
-    report = Report(job["report"])
+    report = Report(Path(path.removesuffix(".job.json") + ".jsonl"))
     report.say("machine", **machine())
     getattr(importlib.import_module(module), function)(job, report)
     report.say("done")
@@ -279,33 +310,7 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "python": platform.python_version(), "versions": versions}
 
 
-# --- the peer's settings, and comparing ----------------------------------------------------------------------------
-
-
-def search(options: argparse.Namespace, work: Mapping[str, Any], measure: Callable[[str], Side]) -> dict[str, Any]:
-    """The peer in each setting of ``--search``; results go into searched.json, to those of earlier searches."""
-    file, sides = options.out / "searched.json", []
-    for setting in options.search:
-        sides.append(measure(setting))
-        new = {"setting": setting, "work": json.loads(json.dumps(work)), "speed": sides[-1]["speed"]}
-        kept = [one for one in _searched(options) if (one["setting"], one["work"]) != (setting, new["work"])]
-        file.write_text(json.dumps([*kept, new], indent=1), encoding="utf-8")
-    return {"work": work, "sides": sides}
-
-
-def _searched(options: argparse.Namespace) -> list[dict[str, Any]]:
-    file = options.out / "searched.json"
-    return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
-
-
-def best_setting(options: argparse.Namespace, work: Mapping[str, Any], without: str | None = None) -> str | None:
-    """``--best``, or the fastest setting found for this very work, or ``without`` a search."""
-    wanted = json.loads(json.dumps(work))
-    speeds = {one["setting"]: one["speed"] for one in _searched(options) if one["speed"] and one["work"] == wanted}
-    best = options.best or max(speeds, key=lambda name: speeds[name], default=without)
-    if best is None:
-        console.print("no setting was searched for this work in this folder: run search first, or name --best")
-    return best
+# --- comparing --------------------------------------------------------------------------------------------------------
 
 
 def alternate(sides: Mapping[str, Callable[[int], Side]], rounds: int = 1) -> dict[str, list[Side]]:
@@ -353,21 +358,34 @@ def number(value: float | str | None, form: str, scale: float = 1) -> str:
     return f"{value if scale == 1 else value / scale:{form}}"
 
 
-def show(title: str, found: Mapping[str, Any], rows: Sequence[tuple[str, str, str, float]]) -> None:
-    """The sides as columns, then ratios, or why there are none.
-
-    ``rows``: key of a side, label, format and unit; of a value that is a mapping each entry is a row."""
-    sides, lines = found["sides"], []
+def figures(side: Side, rows: Rows) -> dict[str, str]:
+    """What is known of a side, as text by label; of a value that is a mapping each entry has a label."""
+    found = {}
     for key, label, form, unit in rows:
-        parts = dict.fromkeys(part for side in sides if isinstance(side.get(key), dict) for part in side[key])
-        for part in parts:
-            values = ((side.get(key) or {}).get(part) for side in sides)
-            lines.append([f"{label}{part}", *(number(value, form, unit) for value in values)])
-        if not any(isinstance(side.get(key), dict) for side in sides):
-            lines.append([label, *(number(side.get(key), form, unit) for side in sides)])
+        value = side.get(key)
+        parts = {f"{label}{part}": one for part, one in value.items()} if isinstance(value, dict) else {label: value}
+        found |= {name: number(one, form, unit) for name, one in parts.items() if one is not None}
+    return found
+
+
+def told(side: Side, rows: Rows) -> Side:
+    """The side, whose figures are printed now: a later one may be ended, and this process with it."""
+    if text := "; ".join(f"{label} {value}" for label, value in figures(side, rows).items()):
+        console.print(f"{side['name']}: {text}", highlight=False, markup=False, soft_wrap=True)
+    return side
+
+
+def side_by_side(sides: Sequence[Side], rows: Rows) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table of all that is known of sides."""
+    labels = dict.fromkeys(label for row in rows for side in sides for label in figures(side, [row]))
     names = (side["name"] + (f" ({side['setting']})" if "setting" in side else "") for side in sides)
-    table(title, ["", *names], lines)
-    for limits in [of["limits"] for of in (found, *sides) if of.get("limits")][:1]:
+    return ["", *names], [[label, *(figures(side, rows).get(label, "-") for side in sides)] for label in labels]
+
+
+def show(title: str, found: Mapping[str, Any], rows: Rows) -> None:
+    """The sides as columns, then ratios, or why there are none."""
+    table(title, *side_by_side(found["sides"], rows))
+    for limits in [of["limits"] for of in (found, *found["sides"]) if of.get("limits")][:1]:
         show_limits(limits)
     for name, ratio in found.get("ratios", {}).items():
         console.print(f"{name}: {ratio:.2f}x", highlight=False)
@@ -378,7 +396,7 @@ def show(title: str, found: Mapping[str, Any], rows: Sequence[tuple[str, str, st
 def show_limits(limits: Mapping[str, Any]) -> None:
     console.print(
         f"{limits['device']}: copy {limits['bytes_per_second'] / 1e12:.3g} TB/s (read + write), "
-        f"bfloat16 matrix product {limits['operations_per_second'] / 1e12:.4g} TFLOP/s"
+        f"matrix product {limits['operations_per_second'] / 1e12:.4g} TFLOP/s"
     )
     if peak := Limits(**limits).peak:
         rates = f"{peak.bytes_per_second / 1e12:.3g} TB/s, {peak.operations_per_second / 1e12:.4g} TFLOP/s"

@@ -1,7 +1,6 @@
 """How many samples a second the orchestrator carries: the real loop and collector over simulated engines and learners.
 
 usage: python bench/scale.py run --tokenizer FOLDER --out FOLDER [--gpus 0 64 128 256 512 1024] [--transport ray]
-       python bench/scale.py profile --tokenizer FOLDER --out FOLDER [--gpus 1024]
 
 Half of the GPUs sample and half train. A GPU samples ``--rate`` tokens a second in ``--rows`` samples at once; a step
 is 4 prompts a GPU (the paper has 512 on 128) with 16 samples of 1,000 tokens of real text, 60% of whose groups are
@@ -18,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
 import heapq
 import itertools
 import pickle
-import pstats
 import random
 import shutil
 import time
@@ -31,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from dapo.config import Config, build_config, nested
 from dapo.config.data import DataConfig
@@ -48,7 +44,7 @@ from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Request, hand_over
 from dapo.training.update_report import Mismatch, UpdateReport
 from dapo.util.asynchronous import in_thread
-from runner import HERE, Report, console, make_parser, run_command, run_side, script
+from runner import HERE, Report, make_parser, run_command, run_side, script, show
 
 LENGTH, SIZE, KEPT, READY = 1000, 16, 0.6, 64
 """Tokens of a sample, samples of a group, the share of groups that is kept, and groups made before."""
@@ -58,7 +54,7 @@ Arrays = list[tuple[Any, Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = make_parser(__doc__, ["run", "profile"])
+    parser = make_parser(__doc__, ["run"])
     add = parser.add_argument
     add("--tokenizer", type=Path, required=True, help="folder of a tokenizer")
     add("--gpus", type=int, nargs="+", default=[0, 64, 128, 256, 512, 1024])
@@ -72,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add("--staleness", type=int, default=1, help="max_staleness: steps that may be sampled ahead")
     add("--actors", type=int, default=2, help="processes of the engines, with --transport ray")
     parser.set_defaults(device="cpu")
-    return run_command(parser.parse_args(arguments), {"run": run, "profile": run})
+    return run_command(parser.parse_args(arguments), {"run": run})
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -80,24 +76,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     common = {name: getattr(options, name) for name in names} | {"tokenizer": str(options.tokenizer)}
     sides = []
     for gpus in options.gpus:
-        name = "-".join(map(str, (options.command, options.transport, options.text, options.reward, gpus)))
+        name = f"run-{options.transport}-{options.text}-{options.reward}-{gpus}"
         job = {"do": "scale:carry", "gpus": gpus, "prompts": options.prompts or 4 * gpus or 512, **common}
-        job |= {"folder": str(options.out / f"{name}-run"), "profile": options.command == "profile"}
-        outcome = run_side(options, name, job)
-        sides.append(outcome.facts() | {"gpus": gpus} | outcome.first("carried"))
-    show(sides, options)
+        outcome = run_side(options, name, job | {"folder": str(options.out / f"{name}-run")})
+        sides.append(outcome.facts() | {"name": f"{gpus} GPUs"} | outcome.first("carried"))
+    figures = (
+        ("samples_s", "samples/s", ",.0f", 1),
+        ("limit", "engines' limit (0: none)", ",.0f", 1),
+        ("cpu_ms", "ms of CPU a sample", ".3f", 1),
+        ("loop_ms", "of it event loop", ".3f", 1),
+        ("carries", "samples/s that a core carries", ",.0f", 1),
+    )
+    show("what the orchestrator carries", {"sides": sides}, figures)
     return {"work": common, "sides": sides}
-
-
-def show(sides: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
-    table = Table("GPUs", "samples/s", "engines' limit", "ms of CPU a sample", "of it event loop", "a core carries")
-    for side in (side for side in sides if not side["error"]):
-        limit = f"{side['limit']:,.0f}" if side["gpus"] else ""
-        own = (f"{side['cpu_ms']:.3f}", f"{side['loop_ms']:.3f}", f"{1000 / side['cpu_ms']:,.0f} samples/s")
-        table.add_row(str(side["gpus"] or "no limit"), f"{side['samples_s']:,.0f}", limit, *own)
-    console.print(table)
-    if options.command == "profile":
-        console.print((options.out / "profile.txt").read_text(encoding="utf-8"), markup=False)
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
@@ -151,14 +142,9 @@ class Engine:
     async def commit(self, fingerprint: Any) -> None:
         self.version = self._coming
 
-    async def put(self, bucket: Any) -> None: ...
-    async def sleep(self) -> None: ...
-    async def wake(self) -> None: ...
-    async def close(self) -> None: ...
-    async def stream(self, requests: Any) -> Any: ...
-    async def cancel(self, request_ids: Any) -> Any: ...
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
+    async def nothing(self, *given: Any) -> Any: ...
+
+    put = sleep = wake = close = stream = cancel = pause = resume = nothing
 
 
 def make_engine(job: Mapping[str, Any], groups: Sequence[Arrays], share: int = 1) -> Engine:
@@ -264,29 +250,14 @@ class Rest:
 
 
 def settings(job: Mapping[str, Any]) -> Config:
-    return build_config(
-        nested(
-            {
-                "model.path": "none",
-                "rollout.prompts_per_step": job["prompts"],
-                "rollout.samples_per_prompt": SIZE,
-                "rollout.max_response_length": LENGTH,
-                "rollout.max_concurrent_samples": max(job["gpus"] // 2 * job["rows"], SIZE),
-                "rollout.max_staleness": job["staleness"],
-                "algorithm.proximal": "interpolate",
-                "training.tokens_per_micro_batch": 8192,
-                "training.steps": job["steps"],
-                "training.groups_per_update": max(1, job["prompts"] // 4),
-                "algorithm.overlong_buffer.enable": False,
-                "evaluation.every": 0,
-                **(
-                    RAY | {"runtime.engine.workers": job["actors"]}
-                    if "ray" in (job["transport"], job["reward"])
-                    else {}
-                ),
-            }
-        )
-    )
+    prompts, rows = job["prompts"], max(job["gpus"] // 2 * job["rows"], SIZE)
+    ray = RAY | {"runtime.engine.workers": job["actors"]} if "ray" in (job["transport"], job["reward"]) else {}
+    rollout = {"prompts_per_step": prompts, "samples_per_prompt": SIZE, "max_response_length": LENGTH}
+    rollout |= {"max_concurrent_samples": rows, "max_staleness": job["staleness"]}
+    training = {"tokens_per_micro_batch": 8192, "steps": job["steps"], "groups_per_update": max(1, prompts // 4)}
+    algorithm = {"proximal": "interpolate", "overlong_buffer": {"enable": False}}
+    parts = {"model": {"path": "none"}, "rollout": rollout, "training": training, "algorithm": algorithm}
+    return build_config(parts | {"evaluation": {"every": 0}} | nested(ray))
 
 
 # --- a side -----------------------------------------------------------------------------------------------------------
@@ -333,11 +304,8 @@ def speed(times: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:
     time of all."""
     (began, *_, before), (ended, *_, after), samples = times[1], times[-2], times[-1][3]
     cpu, loop = (times[-1][place] - times[0][place] for place in (1, 2))
-    return {
-        "samples_s": (after - before) / (ended - began),
-        "cpu_ms": 1000 * cpu / samples,
-        "loop_ms": 1000 * loop / samples,
-    }
+    found = {"samples_s": (after - before) / (ended - began), "cpu_ms": 1000 * cpu / samples}
+    return found | {"loop_ms": 1000 * loop / samples, "carries": samples / cpu}
 
 
 def carry(job: dict[str, Any], report: Report) -> None:
@@ -351,14 +319,7 @@ def carry(job: dict[str, Any], report: Report) -> None:
         DataConfig(train="none", template="plain"), AutoTokenizer.from_pretrained(job["tokenizer"])
     )
     config, rest = settings(job), Rest(settings(job), folder)
-    profile = cProfile.Profile()
-    if job["profile"]:
-        profile.enable()
     asyncio.run(run_through(job, config, template, rest))
-    profile.disable()
-    if job["profile"]:
-        with (folder.parent / "profile.txt").open("w") as text:
-            pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(30)
     report.say("carried", limit=job["gpus"] // 2 * job["rate"] / LENGTH, **speed(rest.times))
     shutil.rmtree(folder)
 

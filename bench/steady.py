@@ -90,6 +90,7 @@ def conclude(points: Sequence[Point], sides: Sequence[Side]) -> dict[str, Any]:
     """The ratio to vLLM at each point that both have measured, and what was not measured."""
     names, (ours, *peers) = [point.name for point in points], sides
     void = [f"{side['name']} has no figure at {name}" for name in names for side in sides if name not in side["rate"]]
+    void += [f"no setting of vLLM was run at {name}" for name in names if not peers]
     both = [(name, peer) for name in names for peer in peers if name in ours["rate"] and name in peer["rate"]]
     ratios = {f"{name}, ours / {peer['name']}": ours["rate"][name] / peer["rate"][name] for name, peer in both}
     return {"sides": list(sides), "ratios": ratios, "void": void}

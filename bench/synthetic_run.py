@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,8 @@ def make_run(root: Path, steps: int = 2000, groups: int = 64, samples: int = 8, 
             log.append(step, _metrics(step, steps, groups, samples))
     told = sorted({round(1 + place * (steps - 1) / max(1, texts - 1)) for place in range(min(texts, steps))})
     for step in told:
-        write_samples(folder.samples, step, _groups(step, groups, samples))
+        drawn = [_group(step, number, groups, samples) for number in range(groups)]
+        write_samples(folder.samples, step, sorted(drawn, key=lambda pair: pair[1] != "kept"))
     index = SampleIndex(root)
     for first in range(1, steps + 1, STEPS_AT_ONCE):
         wanted = [step for step in range(first, min(first + STEPS_AT_ONCE, steps + 1)) if step not in told]
@@ -109,11 +109,6 @@ def _rows(steps: list[int], groups: int, samples: int) -> str:
 # --- steps with texts -------------------------------------------------------------------------------------------------
 
 
-def _groups(step: int, groups: int, samples: int) -> list[tuple[Group, str]]:
-    found = [_group(step, number, groups, samples) for number in range(groups)]
-    return sorted(found, key=lambda pair: pair[1] != "kept")
-
-
 def _group(step: int, number: int, groups: int, samples: int) -> tuple[Group, str]:
     chance = np.random.default_rng([step, number])
     row, hard = int(chance.integers(ROWS)), float(chance.random())
@@ -121,18 +116,12 @@ def _group(step: int, number: int, groups: int, samples: int) -> tuple[Group, st
     right = chance.random(samples) < 1 / (1 + math.exp(-8 * (skill(step) - hard)))
     status = "all_right" if right.all() else "kept" if right.any() else "all_wrong"
     advantages = (right - right.mean()) / (right.std() + 1e-6)
-    made = [_sample(chance, step, index, gold if ok else str(row % 100 + 1)) for index, ok in enumerate(right)]
-    scored = [
-        replace(
-            sample, reward=Reward(bool(ok), 1.0 if ok else -1.0, {"math": float(ok)}, None, sample.text.split()[-1])
-        )
-        for sample, ok in zip(made, right, strict=True)
-    ]
-    if status == "kept":
-        scored = [
-            replace(s, shaped_reward=s.verdict.value, advantage=float(a))
-            for s, a in zip(scored, advantages, strict=True)
-        ]
+    scored = []
+    for index, (ok, advantage) in enumerate(zip(map(bool, right), advantages, strict=True)):
+        answer = gold if ok else str(row % 100 + 1)
+        reward = Reward(ok, 1.0 if ok else -1.0, {"math": float(ok)}, None, answer)
+        shaped = {"shaped_reward": reward.value, "advantage": float(advantage)} if status == "kept" else {}
+        scored.append(replace(_sample(chance, step, index, answer), reward=reward, **shaped))
     prompt = Prompt(row, f"What is {row} modulo 100? <b>Think</b> step by step.", tuple(range(20)), gold)
     return Group(step * groups + number, prompt, tuple(scored)), status
 
@@ -149,32 +138,25 @@ def _sample(chance: np.random.Generator, step: int, index: int, answer: str) -> 
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
+_NAMES = """accuracy reward/mean reward/std response_length/mean response_length/max response_length/truncated entropy
+    probability/mean loss clip/low clip/high clip/high_probability grad_norm grad_norm/max lr updates groups/rounds
+    mismatch/mean mismatch/max mismatch/k3 staleness/mean time/rollout time/prepare time/update time/sync time/step
+    tokens/generated tokens/wasted tokens_per_second/total memory/rss epoch monitor/reward monitor/check
+    monitor/false_right"""
+NAMES = _NAMES.split()
+"""Metrics that are the policy's skill with some noise."""
+
+
 def _metrics(step: int, steps: int, groups: int, samples: int) -> dict[str, float]:
-    noise = np.random.default_rng(step).normal(0, 1, 8)
+    noise = np.random.default_rng(step).normal(1, 0.05, len(NAMES) + 1)
     now = skill(step)
-    right, wrong = max(0.0, 0.5 * now - 0.05 + 0.02 * noise[0]), max(0.0, 0.45 - 0.4 * now + 0.02 * noise[1])
-    kept = round(groups * (1 - right - wrong))
-    length = 400 + 4000 * now * (1 + 0.05 * noise[2])
-    found: dict[str, float] = {
-        **{"accuracy": now + 0.02 * noise[3], "reward/mean": 2 * now - 1 + 0.04 * noise[3], "reward/std": 0.9},
-        **{"response_length/mean": length, "response_length/max": 3 * length, "response_length/truncated": 0.02},
-        **{"entropy": 1.2 - now + 0.02 * noise[4], "probability/mean": 0.5 + 0.4 * now, "loss": 0.01 * noise[5]},
-        **{"clip/low": 0.001, "clip/high": 0.002 + 0.0002 * noise[5], "clip/high_probability": 0.2},
-        **{"grad_norm": 0.3 + 0.05 * noise[6], "grad_norm/max": 0.6, "lr": 1e-6, "version": step, "updates": 16},
-        **{"groups/drawn": groups, "groups/kept": kept, "groups/mixed": kept, "groups/rounds": 2},
-        **{"groups/all_right": round(groups * right), "groups/all_wrong": round(groups * wrong)},
-        **{"groups/share_all_right": right, "groups/share_all_wrong": wrong, "groups/keep_rate": kept / groups},
-        **{"mismatch/mean": 0.002, "mismatch/max": 0.05, "mismatch/k3": 1e-5, "staleness/mean": 0.0},
-        **{"time/rollout": 25 + noise[7], "time/prepare": 0.5, "time/update": 12.0, "time/sync": 1.0},
-        **{"time/step": 38.5 + noise[7], "time/elapsed": 45.0 * step, "time/training": 38.5 * step},
-        **{"tokens/generated": length * groups * samples, "tokens/wasted": length * samples},
-        **{
-            "tokens_per_second/total": length * groups * samples / 38.5,
-            "memory/rss": 4e9,
-            "epoch": step * groups / ROWS,
-        },
-        **{"monitor/reward": 2 * now - 1, "monitor/check": now - 0.02, "monitor/false_right": 0.05},
-    }
+    right, wrong = (round(groups * max(0.0, share)) for share in (0.5 * now - 0.05, 0.5 - 0.4 * now * noise[-1]))
+    kept = groups - right - wrong
+    found: dict[str, float] = dict(zip(NAMES, now * noise[:-1], strict=True))
+    found |= {"groups/drawn": groups, "groups/kept": kept, "groups/mixed": kept, "groups/keep_rate": kept / groups}
+    for name, count in (("all_right", right), ("all_wrong", wrong)):
+        found |= {f"groups/{name}": count, f"groups/share_{name}": count / groups}
+    found |= {"version": step, "time/elapsed": 45.0 * step, "time/training": 38.5 * step}
     return found | (_evaluation(step) if step % 50 == 0 or step == steps else {})
 
 
@@ -189,6 +171,4 @@ if __name__ == "__main__":
     for option, default in (("--steps", 2000), ("--groups", 64), ("--samples", 8), ("--texts", 3)):
         parser.add_argument(option, type=int, default=default)
     given = parser.parse_args()
-    start = time.perf_counter()
-    made_run = make_run(given.folder, given.steps, given.groups, given.samples, given.texts)
-    print(f"{made_run.root}: made in {time.perf_counter() - start:.1f} s")
+    print(make_run(given.folder, given.steps, given.groups, given.samples, given.texts).root)

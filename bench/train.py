@@ -7,14 +7,11 @@ usage: python bench/train.py ours  --out FOLDER             with and without sha
 ``ours`` makes optimizer updates on one mini-batch of ``--groups`` x ``--samples`` sequences with random weights
 (``--shape``) and the lengths of real prompts and responses (``response_lengths.json``): forward, backward, clipping,
 AdamW; float32 masters, bfloat16 compute, ``--micro-tokens`` tokens a forward pass. The median of ``--repeats`` (an odd
-number) updates counts, after ``--warmup`` ones. What TRL's updates take is measured in ``cycle.py``.
-
-The share is 6 x parameters x tokens / seconds / the rate of an 8192^3 bfloat16 matrix product, measured in the same
-process. The parameters of the layers count for every token that is computed (a shared prompt once), those of the head
-for response tokens only, embeddings and attention not at all.
-
-After the updates the hand-over of the weights to an engine is timed: all of them are looked at (finite?) and copied
-into a bfloat16 model; the median of ``--repeats``.
+number) updates counts, after ``--warmup`` ones. Shares are 6 x parameters x tokens / seconds / the rate of an 8192^3
+bfloat16 matrix product, as measured in the same process and as the card's maker states it: parameters of the layers
+count for every token that is computed (a shared prompt once), those of the head for response tokens, embeddings and
+attention not at all. Then the hand-over of the weights to an engine is timed: all of them are looked at (finite?) and
+copied into a bfloat16 model; the median of ``--repeats``. What TRL's updates take is measured in ``cycle.py``.
 
 ``sizes`` makes one step of a whole run with responses of the full ``--limit``, forward passes as full as they can be,
 and prints the most memory that dapo predicts beside what was taken: ``1.5b`` all parameters, ``7b`` (weights in
@@ -29,8 +26,8 @@ from statistics import median
 from typing import Any
 
 import runner
-from runner import Outcome, Side, assigned, assignment, odd, positive, run_side
-from work import SHAPES, Task
+from runner import Outcome, Side, assigned, odd, positive, run_side
+from work import SHAPES, Cost, Task
 
 LONGEST_PROMPT = 64
 """Tokens of the made-up prompts of ``sizes``, at most."""
@@ -43,7 +40,8 @@ ROWS = (
     ("seconds", "seconds", ".4f", 1),
     ("speed", "tokens/s, of the sequences", ",.0f", 1),
     ("computed_per_second", "tokens/s, computed", ",.0f", 1),
-    ("share", "share of the measured rate", ".1%", 1),
+    ("share_of_operations", "of the measured matrix rate", ".1%", 1),
+    ("share_of_peak_operations", "of the maker's matrix rate", ".1%", 1),
     ("hand_over", "hand-over, ms", ".2f", 1e-3),
     ("memory", "memory, GB: ", ".1f", 1e9),
 )
@@ -57,20 +55,15 @@ MEMORY = (
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    return runner.run_command(parse(arguments), {"ours": ours, "sizes": sizes})
+    return runner.run_command(parse(arguments), COMMANDS)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = runner.make_parser(__doc__, ["ours", "sizes"])
+    parser = runner.make_parser(__doc__, COMMANDS, shape="0.5b", samples=None, limit=None, micro_tokens=None, set=[])
     add = parser.add_argument
-    add("--shape", default="0.5b", choices=sorted(SHAPES))
     add("--groups", type=positive, help="of the mini-batch; 32, or 4 for sizes")
-    add("--samples", type=positive, help="of a group; 16, or 8 for sizes")
-    add("--limit", type=positive, help="response tokens at most; 768, or 4096 for sizes")
-    add("--micro-tokens", type=positive, help="of a forward pass of ours; 32768, or full for sizes")
     add("--warmup", type=positive, default=2)
     add("--repeats", type=odd, default=5)
-    add("--set", nargs="+", type=assignment, default=[], metavar="[SIZE:]KEY=VALUE", help="keys of our recipe")
     add("--size", nargs="+", default=["1.5b", "7b"], choices=sorted(SHAPES))
     options = parser.parse_args(arguments)
     whole = options.command == "sizes"
@@ -87,13 +80,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def settings(items: list[str], shape: str) -> dict[str, Any]:
     """Those of ``--set`` that are for a shape."""
-    heads = [item.partition(":")[0] for item in items]
-    mine = [
-        item.removeprefix(f"{shape}:")
-        for item, head in zip(items, heads, strict=True)
-        if head not in SHAPES or head == shape
-    ]
-    return assigned(mine)
+    split = [(item.partition(":"), item) for item in items]
+    return assigned(
+        [rest if head in SHAPES else item for (head, _, rest), item in split if head not in {*SHAPES} - {shape}]
+    )
 
 
 # --- tokens a second --------------------------------------------------------------------------------------------------
@@ -105,10 +95,12 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
     keys = {key.removeprefix("training."): value for key, value in settings(options.set, options.shape).items()}
     job = {"do": "ours_training:update", "model": str(model), "set": keys}
     job |= {name: getattr(options, name) for name in names}
-    sides = [summary(run_side(options, name, job | {"shared": name == "shared"})) for name in ("shared", "alone")]
-    found = {"shape": options.shape, "micro_tokens": options.micro_tokens, "sides": sides}
+    shared, alone = (
+        runner.told(summary(run_side(options, name, job | {"shared": name == "shared"})), ROWS)
+        for name in ("shared", "alone")
+    )
+    found = {"shape": options.shape, "micro_tokens": options.micro_tokens, "sides": [shared, alone]}
     runner.show(f"one update, {options.shape}", found, ROWS)
-    shared, alone = sides
     if shared["speed"] and alone["speed"]:
         found["fewer_tokens"] = 1 - shared["computed"] / alone["computed"]
         found["less_time"] = 1 - shared["seconds"] / alone["seconds"]
@@ -127,15 +119,10 @@ def summary(side: Outcome) -> Side:
     if updates and work and limits:
         chosen = updates[len(updates) // 2]
         seconds = chosen["seconds"]
-        found |= {
-            "seconds": seconds,
-            "phases": chosen["phases"],
-            "micro_batches": chosen["micro_batches"],
-            "speed": work["tokens"] / seconds,
-            "computed_per_second": work["computed"] / seconds,
-            "share": work["operations"] / seconds / limits.operations_per_second,
-            "skipped": sum(bool(update["skipped"]) for update in side.of("update")),
-        }
+        found |= {name: chosen[name] for name in ("seconds", "phases", "micro_batches")}
+        found |= {"speed": work["tokens"] / seconds, "computed_per_second": work["computed"] / seconds}
+        found["skipped"] = sum(bool(update["skipped"]) for update in side.of("update"))
+        found |= Cost(0, work["operations"]).shares(limits, seconds)
     return found
 
 
@@ -146,25 +133,14 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     found = []
     for shape in options.size:
         model = SHAPES[shape].write(options.out / f"shape-{shape}")
-        task = Task(
-            str(model),
-            natural=False,
-            prompts=options.groups,
-            samples=options.samples,
-            updates=min(2, options.groups),
-            limit=options.limit,
-            overlong=options.limit // 6,
-            longest_prompt=LONGEST_PROMPT,
-            device=options.device,
-            dtype="bfloat16" if options.device == "cuda" else "float32",
-            concurrent=options.groups * options.samples,
-            micro_tokens=options.micro_tokens,
-            warmup=0,
-            cycles=1,
-        )
+        sizes = {"prompts": options.groups, "samples": options.samples, "limit": options.limit}
+        sizes |= {"concurrent": options.groups * options.samples, "micro_tokens": options.micro_tokens}
+        sizes |= {"updates": min(2, options.groups), "overlong": options.limit // 6, "longest_prompt": LONGEST_PROMPT}
+        dtype = "bfloat16" if options.device == "cuda" else "float32"
+        task = Task(str(model), natural=False, device=options.device, dtype=dtype, warmup=0, cycles=1, **sizes)
         job = {"do": "ours_training:cycles", "task": asdict(task), "set": settings(options.set, shape)}
         job |= {"predict": True, "weights": "bfloat16" if shape == "7b" else "float32"}
-        found.append(memory(run_side(options, f"size-{shape}", job)))
+        found.append(runner.told(memory(run_side(options, f"size-{shape}", job)), MEMORY))
     runner.show(f"most memory of a step with responses of {options.limit} tokens", {"sides": found}, MEMORY)
     return {"limit": options.limit, "sides": found}
 
@@ -182,6 +158,8 @@ def memory(side: Outcome) -> Side:
         "seconds": side.first("cycle").get("seconds"),
     }
 
+
+COMMANDS = {"ours": ours, "sizes": sizes}
 
 if __name__ == "__main__":
     runner.script(main)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,19 +48,18 @@ class Shape:
 
     def write(self, folder: Path) -> Path:
         """A folder with a ``config.json`` and no weights, which every engine can read."""
-        config = asdict(self) | {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "hidden_act": "silu",
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "torch_dtype": "bfloat16",
-            "use_sliding_window": False,
-        }
+        config = asdict(self) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"}
+        config |= {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+        config |= {"torch_dtype": "bfloat16", "use_sliding_window": False}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         return folder
+
+    @property
+    def name(self) -> str:
+        """As in ``SHAPES``, or the number of parameters."""
+        named = {shape: name for name, shape in SHAPES.items()}
+        return named.get(self, f"{self.parameters / 1e6:.0f}M")
 
     @property
     def layer_parameters(self) -> int:
@@ -103,8 +103,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the card was measured to do: bytes a second of a copy, read and written, and operations a second of a
-    bfloat16 matrix product."""
+    """Of a card: bytes a second of a copy, read and written, and operations a second of a matrix product."""
 
     device: str
     bytes_per_second: float
@@ -120,15 +119,15 @@ class Limits:
 
 
 def measure_limits(device: str) -> Limits:
-    """Medians of a copy of 1 GiB and of a product of 8192 x 8192 bfloat16 matrices (small ones on a CPU)."""
+    """Medians of a copy of 1 GiB and of a product of 8192 x 8192 bfloat16 matrices (on a CPU small float32 ones)."""
     import torch
 
     cuda = torch.device(device).type == "cuda"
-    size, side = (2**30, 8192) if cuda else (2**24, 256)
+    size, side, dtype = (2**30, 8192, torch.bfloat16) if cuda else (2**24, 1024, torch.float32)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = _median_seconds(lambda: target.copy_(source), cuda)
-    left, right = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     product = _median_seconds(lambda: left @ right, cuda)
     name = torch.cuda.get_device_name() if cuda else "CPU"
     return Limits(name, 2 * size / copy, 2 * side**3 / product)
@@ -160,9 +159,6 @@ class Cost:
 
     bytes: float
     operations: float
-
-    def times(self, steps: int) -> Cost:
-        return Cost(steps * self.bytes, steps * self.operations)
 
     def shares(self, measured: Limits | None, seconds: float) -> dict[str, float]:
         """The cost, and the shares that doing it in so many seconds reaches of the card's limits, as far as they are
@@ -257,6 +253,12 @@ class Rollout:
         return replace(self, prompts=self.prompts[:1], limits=[1], samples=1)
 
 
+def warmups(works: Sequence[Rollout]) -> list[Rollout]:
+    """A short rollout for all works of the same prompts."""
+    first = [work for i, work in enumerate(works) if all(work.prompts != other.prompts for other in works[:i])]
+    return [work.warmup() for work in first]
+
+
 def drawn_lengths(count: int) -> list[tuple[int, int]]:
     """Prompt and response tokens of ``count`` real responses: quantiles of the committed list, in a fixed order.
 
@@ -349,24 +351,22 @@ class Task:
         return self.warmup + self.cycles
 
 
+_KEYS = """seed=seed model=model.path dtype=model.compute_dtype device=runtime.device shuffle=data.shuffle
+    longest_prompt=data.max_prompt_length prompts=rollout.prompts_per_step samples=rollout.samples_per_prompt
+    limit=rollout.max_response_length temperature=rollout.temperature concurrent=rollout.max_concurrent_samples
+    learning_rate=training.learning_rate warmup_rollouts=training.warmup_steps weight_decay=training.weight_decay
+    micro_tokens=training.tokens_per_micro_batch"""
+KEYS = dict(pair.split("=") for pair in _KEYS.split())
+"""What of a task is a key of a recipe as it is."""
+
+
 def task_of(config: Any, rows: Path) -> Task:
     """What a recipe's ``Config`` asks for, as far as a peer can do it."""
-    rollout, training, overlong = config.rollout, config.training, config.algorithm.overlong_buffer
+    same = {name: attrgetter(key)(config) for name, key in KEYS.items()}
+    same["device"] = "cuda" if same["device"] == "cuda" else "cpu"
+    overlong = config.algorithm.overlong_buffer
     return Task(
-        config.model.path,
-        str(rows),
-        prompts=rollout.prompts_per_step,
-        samples=rollout.samples_per_prompt,
-        updates=config.updates_per_step,
-        limit=rollout.max_response_length,
-        overlong=overlong.len if overlong.enable else 0,
-        longest_prompt=config.data.max_prompt_length,
-        learning_rate=training.learning_rate,
-        warmup_rollouts=training.warmup_steps,
-        weight_decay=training.weight_decay,
-        seed=config.seed,
-        device="cuda" if config.runtime.device == "cuda" else "cpu",
-        dtype=config.model.compute_dtype,
+        rows=str(rows), updates=config.updates_per_step, overlong=overlong.len if overlong.enable else 0, **same
     )
 
 

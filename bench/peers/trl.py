@@ -2,10 +2,9 @@
 
 All settings have loss type ``dapo``, Clip-Higher, no KL, float32 master weights (under bfloat16 autocast, TRL's
 default, if the task computes in bfloat16), AdamW (fused), the same samples per update as ours, and no logging,
-evaluation or checkpoints. TRL 1.16 computes log-probabilities in chunks in any setting (it calls its Liger loss
-deprecated), so there is no switch for that. Its attention in training is Transformers' default, ``sdpa``, in all of
-them: no other one was tried. Continuous batching on a CPU (``paged``) was many times slower than ordinary generation
-(demo model: 23.6 s against 0.87 s for the same rollouts).
+evaluation or checkpoints. TRL 1.16 computes log-probabilities in chunks in any setting. Its attention in training is
+Transformers' default, ``sdpa``: no other one was tried. Not among the settings: continuous batching on a CPU (23.6 s
+against 0.87 s for the demo's rollouts), and weights wholly in bfloat16, which round small updates away.
 """
 
 from __future__ import annotations
@@ -25,22 +24,15 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "defaults": {},
     **{f"micro{n}": {"trainer": {"per_device_train_batch_size": n}} for n in (4, 8, 16, 32, 64)},
     "nockpt": {"trainer": {"gradient_checkpointing": False}},
-    "noratio": {"trainer": {"vllm_importance_sampling_correction": False}},
     "compile": {"trainer": {"torch_compile": True}},
-    "liger": {"trainer": {"use_liger_kernel": True}},  # its layers; needs liger-kernel
-    "paged": {"trainer": {"use_transformers_continuous_batching": True}},
     "float32": {"trainer": {"bf16": False}},
-    # weights, gradients and Adam in bfloat16: cheaper, though small updates are rounded away
-    "pure": {"trainer": {"bf16": False}, "model": {"dtype": "bfloat16"}},
     **{f"mem{n}": {"trainer": {"vllm_gpu_memory_utilization": n / 100}} for n in (20, 30, 40, 50)},
-    "sleep": {"trainer": {"vllm_enable_sleep_mode": True}},
     "async": {"engine": {"async_scheduling": True}},
-    "sync": {"engine": {"async_scheduling": False}},
     "batched16k": {"engine": {"max_num_batched_tokens": 16384}},
     **{f"seqs{n}": {"engine": {"max_num_seqs": n}} for n in (256, 512, 1024)},
     "graphs1024": {"engine": {"compilation_config": {"max_cudagraph_capture_size": 1024}}},
 }
-"""Arguments of ``GRPOConfig`` (trainer) and of ``vllm.LLM`` (engine), and the weights' type (model)."""
+"""Arguments of ``GRPOConfig`` (trainer) and of ``vllm.LLM`` (engine)."""
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
@@ -59,56 +51,24 @@ def grpo_settings(task: Task, setting: str, steps: int, folder: Path) -> dict[st
     per_update, rest = divmod(task.batch, task.updates * micro)
     if rest or not per_update:
         raise ValueError(f"{task.batch} samples in {task.updates} updates cannot be cut into micro-batches of {micro}")
-    vllm = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_max_model_length": task.longest_prompt + task.limit,
-    }
-    cpu = {
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "generation_kwargs": {"min_new_tokens": task.limit} if not task.natural else None,
-    }
-    common: dict[str, Any] = {
-        "output_dir": str(folder),
-        "seed": task.seed,
-        "shuffle_dataset": task.shuffle,
-        "max_steps": steps,
-        "num_generations": task.samples,
-        "steps_per_generation": task.updates * per_update,
-        "gradient_accumulation_steps": per_update,
-        "max_completion_length": task.limit,
-        "temperature": task.temperature,
-        "beta": 0.0,
-        "loss_type": "dapo",
-        "epsilon": 0.2,
-        "epsilon_high": 0.28,
-        "delta": 10.0,
-        "learning_rate": task.learning_rate,
-        "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": task.warmup_rollouts * task.updates,
-        "weight_decay": task.weight_decay,
-        "max_grad_norm": 1.0,
-        "optim": "adamw_torch_fused",
-        "bf16": task.dtype == "bfloat16",
-        "report_to": "none",
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
+    longest = task.longest_prompt + task.limit
+    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": longest}
+    cpu = {"use_cpu": True, "gradient_checkpointing": False, "dataloader_pin_memory": False}
+    cpu |= {"generation_kwargs": {"min_new_tokens": task.limit} if not task.natural else None}
+    common: dict[str, Any] = {"output_dir": str(folder), "seed": task.seed, "shuffle_dataset": task.shuffle}
+    common |= {"max_steps": steps, "num_generations": task.samples, "steps_per_generation": task.updates * per_update}
+    common |= {"max_completion_length": task.limit, "temperature": task.temperature}
+    common |= {"beta": 0.0, "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "delta": 10.0}
+    common |= {"learning_rate": task.learning_rate, "lr_scheduler_type": "constant_with_warmup"}
+    common |= {"warmup_steps": task.warmup_rollouts * task.updates, "weight_decay": task.weight_decay}
+    common |= {"max_grad_norm": 1.0, "optim": "adamw_torch_fused", "bf16": task.dtype == "bfloat16"}
+    common |= {"gradient_accumulation_steps": per_update, "report_to": "none", "logging_strategy": "no"}
+    common |= {"save_strategy": "no", "disable_tqdm": True}
     return common | (vllm if cuda else cpu) | chosen
 
 
 def make_trainer(
-    task: Task,
-    setting: str,
-    rows: Sequence[dict[str, Any]],
-    rewards: Any,
-    callback: Any,
-    steps: int,
-    folder: Path,
-    loaded: tuple[Any, Any] | None = None,
+    task: Task, setting: str, rows: Any, rewards: Any, callback: Any, steps: int, folder: Path, loaded: Any = None
 ) -> Any:
     """A GRPOTrainer; its vLLM gets the arguments that TRL does not pass on, too. ``loaded``: model and tokenizer, in
     place of those of the task's folder."""
@@ -130,22 +90,12 @@ def make_trainer(
         engine = vllm_generation.LLM
         vllm_generation.LLM = lambda **arguments: engine(**(arguments | chosen["engine"]))
     if loaded is None:
-        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=getattr(torch, weights_dtype(setting)))
+        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
         loaded = model, AutoTokenizer.from_pretrained(task.model)
-    trainer = GRPOTrainer(
-        model=loaded[0],
-        processing_class=loaded[1],
-        reward_funcs=rewards,
-        args=GRPOConfig(**settings),
-        train_dataset=Dataset.from_list(list(rows)),
-        callbacks=[callback],
-    )
+    (model, tokenizer), data, args = loaded, Dataset.from_list(list(rows)), GRPOConfig(**settings)
+    trainer = GRPOTrainer(model, rewards, args, data, processing_class=tokenizer, callbacks=[callback])
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def weights_dtype(setting: str) -> str:
-    return str(named(PARTS, setting)["model"].get("dtype", "float32"))
 
 
 def conversation(row: dict[str, str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from ours import mark, say_memory
 from ours_training import loaded, rows_of
 from peers import named
-from peers.trl import PARTS, MathReward, by_hash, conversation, exact, make_trainer, punishment, weights_dtype
+from peers.trl import PARTS, MathReward, by_hash, conversation, exact, make_trainer, punishment
 from runner import Report
 from work import Task
 
@@ -46,7 +46,7 @@ def cycles(job: dict[str, Any], report: Report) -> None:
 
     rows, reward = rows_of(task), MathReward() if task.rows else by_hash
     # TRL is told how many tokens to sample, so the stop token stays
-    demo = loaded(replace(task, natural=True), weights_dtype(job["setting"])) if task.model == "demo" else None
+    demo = loaded(replace(task, natural=True), "float32") if task.model == "demo" else None
     given = [conversation(row) for row in rows] if task.rows else rows
     with tempfile.TemporaryDirectory() as folder:
         steps, rewards = task.updates * task.rollouts, [reward, *punishment(task)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from peers import named
 from runner import Report
-from work import Rollout
+from work import Rollout, warmups
 
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "defaults": {},
@@ -20,8 +20,6 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "fulldecode": {"compilation": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
     "piecewise": {"compilation": {"cudagraph_mode": "PIECEWISE"}},
     **{f"seqs{n}": {"engine": {"max_num_seqs": n}} for n in (256, 512, 1024, 2048)},
-    "stats": {"engine": {"disable_log_stats": False}},
-    "nostats": {"engine": {"disable_log_stats": True}},  # also the default of LLM
     "nodetok": {"sampling": {"detokenize": False}},
     "flat": {"sampling": {"flat_logprobs": True}},  # log-probs in arrays, not one object a token
     **{f"mem{n}": {"engine": {"gpu_memory_utilization": n / 100}} for n in (80, 95)},
@@ -43,6 +41,8 @@ def rollout(job: dict[str, Any], report: Report) -> None:
     works = [Rollout(**work) for work in job["works"]]
     first = works[0]
     settings = {"model": first.model, "dtype": first.dtype, "seed": 0} | job["engine"] | setting["engine"]
+    if first.device == "cpu":  # of whose memory others have a part
+        settings = {"gpu_memory_utilization": 0.3} | settings
     if first.random:
         settings |= {"load_format": "dummy", "skip_tokenizer_init": True}
     if setting["compilation"]:
@@ -51,8 +51,8 @@ def rollout(job: dict[str, Any], report: Report) -> None:
     report.say("ready")
     _sample(llm, first.first_token(), setting)
     report.say("first token")
-    for work in works[::2]:  # the two of a point are warmed up alike
-        _sample(llm, work.warmup(), setting)
+    for work in warmups(works):
+        _sample(llm, work, setting)
     report.say("first batch")
     for _ in range(job["repeats"]):
         for number, work in enumerate(works):

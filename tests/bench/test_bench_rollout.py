@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def peer(tmp_path: Path) -> list[str]:
 
 
 def run(tmp_path: Path, command: str, *more: str) -> dict[str, Any]:
-    found = rollout.main([command, "--out", str(tmp_path), *SMALL, *more])
+    places = ["--out", str(tmp_path), "--settings", str(tmp_path / "settings.json")]
+    found = rollout.main([command, *places, *SMALL, *more])
     assert json.loads((tmp_path / f"{command}.json").read_text()) == json.loads(json.dumps(found))
     return found
 
@@ -95,7 +97,7 @@ def test_a_decode_step_of_one_row_counts_what_is_written_out_here() -> None:
     cost = step_cost(shape, rows=1, context=3)
     assert cost.bytes == 2 * used + 4 * (2 * 2 * 2) + 2 * 4 * 10  # weights, 4 tokens' keys and values, logits
     assert cost.operations == 2 * used + 4 * 2 * 2 * 3
-    shares = Cost(bytes=20, operations=30).times(2).shares(Limits("card", 10, 5), seconds=8)
+    shares = Cost(bytes=40, operations=60).shares(Limits("card", 10, 5), seconds=8)
     assert (shares["share_of_bytes"], shares["share_of_operations"]) == (0.5, 1.5)
 
 
@@ -115,15 +117,21 @@ def test_drawn_lengths_are_distributed_like_the_whole_list() -> None:
 
 
 def test_a_comparison_is_void_below_what_is_known_of_the_peer(tmp_path: Path) -> None:
-    def side(name: str, speed: float | None) -> dict[str, Any]:
-        return {"name": name, "speed": speed, "runs": [{"samples": 2048, "tokens": 1000}]}
+    def side(name: str, speed: float | None, setting: str = "") -> dict[str, Any]:
+        return {"name": name, "setting": setting, "speed": speed, "runs": [{"samples": 2048, "tokens": 1000}]}
+
+    best, defaults = partial(side, "vLLM best"), side("vLLM defaults", 15_000, "defaults")
 
     folder = SHAPES["0.5b"].write(tmp_path)
     real = work.Rollout(str(folder), False, [[1]] * 128, [768] * 128, 16, [], 1.0, 1024, "cuda", "bfloat16")
-    assert rollout.void_reasons(real, [side("ours", 90_000), side("best", 18_500), side("defaults", 15_000)]) == []
-    reasons = rollout.void_reasons(real, [side("ours", 90_000), side("best", 17_500), side("defaults", 15_000)])
+    assert rollout.void_reasons(real, [side("ours", 90_000), best(18_500), defaults]) == []
+    reasons = rollout.void_reasons(real, [side("ours", 90_000), best(17_500), defaults])
     assert reasons == ["vLLM reached 17,500 tokens/s, and 18,000 are known of it on an NVIDIA H100 80GB"]
-    assert rollout.void_reasons(real, [side("ours", None), side("best", 18_500)])[0] == "ours was not measured"
+    assert rollout.void_reasons(real, [side("ours", None), defaults])[:2] == [
+        "ours was not measured",
+        "vLLM's best setting or its defaults are missing",
+    ]
+    assert rollout.void_reasons(real, [side("ours", 90_000), best(18_500, "defaults")]) == []  # they are the best
 
 
 # --- from end to end --------------------------------------------------------------------------------------------------
@@ -143,7 +151,7 @@ def test_a_comparison_runs_the_same_work_on_both_sides_and_ends_with_the_ratio(
     assert best["setting"] == "flat+nodetok" and best["speed"] == fine["speed"]  # not run again
     assert len({run["tokens"] for side in found["sides"] for run in side["runs"]}) == 1
     for side in found["sides"]:
-        assert side["runs"][0]["samples"] == 6 and side["start_seconds"] > 0 and side["share_of_bytes"] > 0
+        assert side["runs"][0]["samples"] == 6 and side["seconds_to"]["first batch"] > 0 and side["share_of_bytes"] > 0
         assert "torch" in side["machine"]["versions"]
     assert found["ratios"] == {f"ours / {side['name']}": ours["speed"] / side["speed"] for side in (best, defaults)}
     assert found["void"] == [] and found["known_rate"] is None
@@ -154,13 +162,13 @@ def test_a_comparison_runs_the_same_work_on_both_sides_and_ends_with_the_ratio(
 
 @pytest.mark.usefixtures("in_this_process")
 def test_steady_decoding_is_the_difference_of_two_rollouts(tmp_path: Path) -> None:
-    points = ["--points", "3x80", "2x1k", "--limit", "16"]
+    points = ["--points", "3x80", "2x1k", "--limit", "48"]
     options = rollout.parse(["ours", "--out", str(tmp_path), *SMALL, *points])
     works = rollout.make_works(options)
     for rows, context, short, long in ((3, 80, *works[:2]), (2, 1024, *works[2:])):
-        assert {len(prompt) + 32 + 16 / 2 for prompt in short.prompts} == {context}
+        assert {len(prompt) + 32 + 48 / 2 for prompt in short.prompts} == {context}
         assert len({tuple(prompt) for prompt in short.prompts}) == rows
-        assert (short.limits, long.limits) == ([32] * rows, [48] * rows)
+        assert (short.limits, long.limits) == ([32] * rows, [80] * rows)
     cut = replace(works[2], prompts=[[1] * 40_000, [2] * 40_000]).warmup()
     assert [len(prompt) for prompt in cut.prompts] == [40_000, 16]
     side = run(tmp_path, "ours", *points)["sides"][0]
@@ -219,8 +227,8 @@ def test_a_point_that_a_side_lacks_is_void_and_the_others_hold() -> None:
 def test_sides_that_have_no_time_left_are_ended_and_the_table_is_printed(
     tmp_path: Path, peer: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run(tmp_path, "compare", *peer, "--points", "3x80", "--best", "flat", "--within", "0.1", "--limit", "8")
-    assert all("not done after 0 s" in side["error"] for side in found["sides"])
+    found = run(tmp_path, "compare", *peer, "--points", "3x80", "--best", "flat", "--within", "0", "--limit", "8")
+    assert all("not started: --within is over" in side["error"] for side in found["sides"])
     assert found["ratios"] == {} and "VOID: ours has no figure at 3x80" in capsys.readouterr().out
 
 
@@ -231,12 +239,14 @@ def test_a_point_is_rows_and_context(text: str) -> None:
         steady.point(text)
 
 
-def test_starts_are_timed_with_empty_caches_and_with_those_left_behind(tmp_path: Path, peer: list[str]) -> None:
-    starts = run(tmp_path, "startup", *peer, "--sides", "ours", "vllm")["sides"]
-    assert [s["name"] for s in starts] == [f"startup-{a}-{b}" for a in ("ours", "vllm") for b in ("cold", "warm")]
-    for start in starts:
-        assert start["error"] is None
-        assert 0 < start["seconds"]["ready"] < start["seconds"]["first token"] < start["seconds"]["first batch"]
+def test_a_start_is_timed_with_a_folder_of_compiled_code_of_its_own(tmp_path: Path, peer: list[str]) -> None:
+    caches = tmp_path / "caches"
+    found = run(tmp_path, "compare", *peer, "--best", "flat", "--repeats", "1", "--caches", str(caches))
+    for side in found["sides"]:
+        seconds = side["seconds_to"]
+        assert 0 < seconds["ready"] < seconds["first token"] < seconds["first batch"] and side["error"] is None
+    told = json.loads((tmp_path / "vllm-flat.job.json").read_text())["environment"]
+    assert told["VLLM_CACHE_ROOT"] == str(caches / "vllm_cache_root") and len(told) == 6
 
 
 def test_a_side_that_takes_too_long_is_ended_and_reported(tmp_path: Path, peer: list[str]) -> None:

@@ -48,7 +48,7 @@ def test_training_is_timed_with_and_without_shared_prompts(tmp_path: Path) -> No
     for side in found["sides"]:
         assert side["seconds"] == pytest.approx(sum(side["phases"].values()))
         assert side["hand_over"] > 0
-        assert side["share"] > 0 and side["skipped"] == 0 and len(side["updates"]) == 2
+        assert side["share_of_operations"] > 0 and side["skipped"] == 0 and len(side["updates"]) == 2
 
 
 def test_memory_is_predicted_beside_what_is_taken(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_the_median_cycle_counts(tmp_path: Path) -> None:
     found = cycle.summary(side, task)
     assert found["seconds"] == found["phases"]["update"] == 2.0 and found["speed"] == 0.5
     assert cycle.summary(side, replace(task, cycles=5))["speed"] is None  # it did not come to its end
-    assert cycle.parse(["ours", "--out", str(tmp_path)]).cycles == 5
+    assert cycle.parse(["ours", "--out", str(tmp_path), "--device", "cpu"]).cycles == 11
 
 
 def test_a_comparison_is_void_where_the_peer_is_slower_than_known_or_the_work_differs(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_settings_are_those_that_trl_has(name: str, tmp_path: Path) -> None:
 
 
 def test_both_sides_of_a_cycle_take_the_rows_in_their_order_and_have_as_many_reward_workers(tmp_path: Path) -> None:
-    task = cycle.task_of(cycle.parse(["ours", "--out", str(tmp_path), "--shape", "tiny"]))
+    task = cycle.task_of(cycle.parse(["ours", "--out", str(tmp_path), "--device", "cpu"]))
     assert not trl.grpo_settings(task, "defaults", 8, tmp_path)["shuffle_dataset"]
     ours = settings_of(task)
     assert not ours["data.shuffle"] and ours["reward.workers"] == work.REWARD_WORKERS

@@ -1,4 +1,4 @@
-"""GSM8K: the data, the settings of the sweep, what is refused, and curves."""
+"""GSM8K: the data, what is refused, and curves."""
 
 from __future__ import annotations
 
@@ -32,16 +32,12 @@ def test_the_judged_rows_are_always_the_same_and_are_not_trained_on(tmp_path: Pa
     assert json.loads(read["train"].splitlines()[1]) == {"prompt": "What is 1?", "answer": "1000"}
 
 
-@pytest.mark.parametrize("setting", gsm8k.SETTINGS)
-def test_each_setting_of_the_sweep_is_a_valid_recipe(setting: str) -> None:
-    arguments = ["run", "--setting", setting, "--split", "judge", "--minutes", "3", "--seed", "5", "training.eta=1"]
+def test_a_run_that_is_judged_does_not_train_on_the_judged_rows() -> None:
+    arguments = ["run", "--split", "judge", "--minutes", "3", "--seed", "5", "training.eta=1"]
     *values, last = gsm8k.overrides(gsm8k.parse(arguments))
     config = load_config(recipe_path("gsm8k-1gpu"), values)
     assert last == "training.eta=1" and config.training.minutes == 3 and config.updates_per_step == 4
     assert config.data.train[0].path.endswith("rest.jsonl") and config.evaluation.data[0].path.endswith("judge.jsonl")
-    assert (
-        f"`{setting}`" in Path(__file__).parents[2].joinpath("docs/results.md").read_text()
-    )  # declared before it was run
 
 
 @pytest.mark.parametrize(
@@ -147,7 +143,6 @@ def test_a_half_written_line_costs_no_report_and_any_name_can_be_drawn(tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--setting", "nockpt+sleep"], "leave sleep out"),
         (["--minutes", "0"], "--minutes 0.0: must be a number above 0"),
         (["--minutes", "nan"], "--minutes nan: must be a number above 0"),
         (["--every", "inf"], "--every inf: must be a number above 0"),
@@ -163,13 +158,13 @@ def test_a_curve_of_the_peer_that_would_never_end_is_not_begun(
 
 
 def test_the_peer_gets_the_work_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = []
+    jobs, card = [], {"device": "card", "bytes_per_second": 1.0, "operations_per_second": 2.0}
 
     def side(options: Any, name: str, job: dict[str, Any]) -> runner.Outcome:
         jobs.append(job)
         if name == "trl":
             (options.out / "metrics.jsonl").write_text(POINT)
-        return runner.Outcome(name, 0.0, [{"kind": "limits", "device": "card"}], None)
+        return runner.Outcome(name, 0.0, [{"kind": "limits", **card}], None)
 
     monkeypatch.setattr(runner, "run_side", side)
     monkeypatch.setattr(runner, "require_gpu", lambda device: None)
@@ -183,7 +178,7 @@ def test_the_peer_gets_the_work_of_the_recipe(tmp_path: Path, monkeypatch: pytes
     assert wanted.items() <= job["task"].items() and job["task"]["natural"] and job["task"]["shuffle"]
     assert (job["setting"], job["seconds"], job["every"]) == ("micro32+async", 600, 60)
     folder = tmp_path / "gsm8k-test-trl-seed3"
-    assert job["out"] == str(folder) and json.loads((folder / "card.json").read_text()) == {"device": "card"}
+    assert job["out"] == str(folder) and json.loads((folder / "card.json").read_text()) == card
 
 
 def test_minutes_are_those_between_evaluations_on_both_sides(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -27,11 +29,10 @@ def test_a_key_without_a_value_is_refused_before_anything_runs(
 @pytest.mark.parametrize(
     ("bench", "arguments", "told"),
     [
-        (cycle, ["compare"], "compare needs --model and --rows"),
-        (cycle, ["ours", "--prompts", "6"], "cannot be cut into 4 updates"),
+        (cycle, ["compare"], "on a GPU it needs --model and --rows"),
+        (cycle, ["ours", "--device", "cpu", "--prompts", "6"], "cannot be cut into 4 updates"),
         (cycle, ["ours", "--cycles", "4"], "4: must be odd"),
         (cycle, ["compare", "--device", "cpu", "--rows", "r"], "--rows: for a GPU only"),
-        (cycle, ["compare", "--device", "cpu", "--shape", "tiny"], "random weights are for ours alone"),
         (cycle, ["search", "--search", "micro8+quick"], "unknown setting 'quick'"),
         (rollout, ["compare", "--best", "sync+quick"], "unknown setting 'quick'"),
         (rollout, ["ours", "--prompts", "file"], "a number above 0, or with --model a file"),
@@ -50,7 +51,8 @@ def test_what_cannot_be_measured_is_refused(
 def test_without_a_gpu_nothing_is_timed(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="no GPU is seen"):
-        bench.main(["ours", "--out", str(tmp_path / "out")])
+        real = ["--model", str(tmp_path), "--rows", str(tmp_path)] if bench is cycle else []
+        bench.main(["ours", "--out", str(tmp_path / "out"), *real])
     assert not (tmp_path / "out").exists()
 
 
@@ -69,6 +71,16 @@ def test_a_side_that_was_ended_in_the_middle_of_a_line_is_known_up_to_it(tmp_pat
     assert runner.read_records(tmp_path / "none.jsonl") == []
     (tmp_path / "side.jsonl").write_text('{"kind": "cycle"}\n{"kind": "mem')
     assert runner.read_records(tmp_path / "side.jsonl") == [{"kind": "cycle"}]
+
+
+def test_what_a_side_said_before_it_was_ended_counts_where_no_time_is_left_to_run_it_again(tmp_path: Path) -> None:
+    options = Namespace(out=tmp_path, keep=True, patience=None, peer_path=None, ends=0.0)
+    job = {"do": "ours:rollout", "repeats": 3}
+    (tmp_path / "ours.job.json").write_text(json.dumps(job))
+    (tmp_path / "ours.jsonl").write_text('{"kind": "rollout", "time": 1.0}\n{"kind": "roll')
+    found = runner.run_side(options, "ours", job)
+    assert len(found.of("rollout")) == 1 and found.error == "ours not started: --within is over; begun once"
+    assert runner.run_side(options, "ours", job | {"repeats": 2}).records == []  # another job
 
 
 def test_sides_take_turns_and_the_ratio_is_the_median_over_rounds() -> None:

@@ -36,4 +36,4 @@ def test_slots_take_as_many_groups_at_once_as_there_are() -> None:
 
 def test_the_speed_leaves_out_the_first_step_and_the_last() -> None:
     found = scale.speed([(0, 0, 0, 0), (10, 1, 1, 100), (20, 2, 1.5, 300), (50, 4, 2, 400)])
-    assert found == {"samples_s": 20, "cpu_ms": 10, "loop_ms": 5}
+    assert found == {"samples_s": 20, "cpu_ms": 10, "loop_ms": 5, "carries": 100}

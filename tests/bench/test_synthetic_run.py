@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 pytest.importorskip("duckdb")
 
 import synthetic_run
-from dapo.observe.index import SampleIndex, read_segments
+from dapo.observe.index import SampleIndex
 from dapo.observe.run_view import RunView
 from dapo.observe.sample_rows import read_line
 
@@ -34,27 +33,3 @@ def test_a_small_one_hangs_together(tmp_path: Path) -> None:
     assert len(rows) == 2 * 16 * 4
     line = read_line(folder.samples, rows[-1])
     assert (line["index"], line["gold"]) == (rows[-1]["sample"], rows[-1]["gold"])
-
-
-@pytest.mark.nightly
-def test_a_million_samples_are_in_few_files_and_answer_at_once(tmp_path: Path) -> None:
-    folder = synthetic_run.make_run(tmp_path / "run")
-    index = SampleIndex(folder.root)
-    assert len(read_segments(index.folder)) <= 16
-    questions = [
-        "SELECT status, count(*) FROM samples GROUP BY 1",
-        "SELECT step, avg(length) FROM samples GROUP BY 1",
-        "SELECT * FROM samples WHERE step = 1000 ORDER BY length DESC LIMIT 50",
-        "SELECT step, draw, sample FROM samples WHERE NOT correct AND length > 3000 ORDER BY length DESC LIMIT 50",
-        "SELECT * FROM samples WHERE row = 17 ORDER BY step LIMIT 50",
-    ]
-    for question in questions:
-        taken = []
-        for _ in range(5):
-            start = time.perf_counter()
-            assert index.connection().execute(question).fetchall()
-            taken.append(time.perf_counter() - start)
-        assert min(taken) < 0.3, question
-    start = time.perf_counter()
-    assert index.update() == 0
-    assert time.perf_counter() - start < 0.3
