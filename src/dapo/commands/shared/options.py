@@ -56,7 +56,6 @@ Stop = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="For programs, as JSON.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
 
 class OfRecipe(TyperCommand):
