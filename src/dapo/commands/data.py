@@ -63,8 +63,7 @@ def check(
     config = _config(recipe, words or [], against or [])
     train, evaluation = _files(config, recipe, words or [], against or [])
     every = (*train, *evaluation)
-    if output is not None:
-        require_writable("--json", output, [item.path for item in every])
+    require_writable("--json", output, [item.path for item in every])
     measure, needed = _measure(config, recipe), needs_answer(config.reward)
     required = None if needed and recipe is None else needed
     with status_line(quiet, "reading") as told:
@@ -72,8 +71,7 @@ def check(
     doubts = eaten_in(config.model_dump(mode="json"))
     doubts += [line for item in every for line in _answers(config, item)]
     say(report_lines(found, config, doubts))
-    if output is not None:
-        write_results(output, {**found.as_json(), "answers": doubts})
+    write_results(output, {**found.as_json(), "answers": doubts})
     if found.bad or (strict and found.doubts):
         raise typer.Exit(2)
 
@@ -111,8 +109,7 @@ def clean(
     if (there := out.exists() or out.is_symlink()) or out.suffix != ".jsonl":
         why = "it exists already" if there else "its name has to end in .jsonl"
         raise ConfigError(f"{target}: cannot be written: {why}")
-    if output is not None:
-        require_writable("--json", output, (*names, target))
+    require_writable("--json", output, (*names, target))
     require_writable("OUT", out)
     items = [DataItem(path=name) for name in names]
     held = [DataItem(path=name) for name in against] if against else config.evaluation.data
@@ -123,8 +120,7 @@ def clean(
     table = [[KINDS[kind], f"{count:,}"] for kind, count in report.counts.items() if count]
     print_lines([*columns(["what was done", "rows"], table), ""] if table else [])
     print_lines([f"{report.written:,} of {report.read:,} rows are in {target}"])
-    if output is not None:
-        write_results(output, asdict(report))
+    write_results(output, asdict(report))
 
 
 @app.command(epilog=EXIT_CODES)

@@ -28,10 +28,6 @@ Template = Annotated[
         help="By default the recipe's for a run of dapo, else chat if the tokenizer has one, else plain.",
     ),
 ]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as model.compute_dtype=bfloat16."),
-]
 Likeliest = Annotated[
     int,
     typer.Option(
@@ -53,7 +49,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
     system: Annotated[str | None, typer.Option(help="System message (templates chat and dapo).")] = None,
     template: Template = None,
-    settings: Settings = None,
+    settings: options.Settings = None,
     environment: Annotated[
         str | None, typer.Option(metavar="NAME", help="Play an episode in this environment, such as file.py:Class.")
     ] = None,

@@ -98,8 +98,7 @@ def filter_responses(
     load, files = _opened(ranker, words, reference, output, needs_files=not labelled)
     if labelled:
         goal, wanted = ("precision", precision) if precision is not None else ("recall", recall)
-        if calibration is not None:
-            require_writable("--calibration", calibration)
+        require_writable("--calibration", calibration)
         found = _calibrations(load(), labelled, goal, wanted or 0.0)
         thresholds = {name: one.threshold for name, one in found.items()}
         if calibration is not None:
@@ -138,8 +137,7 @@ def _opened(
     files, overrides = options.files_and_settings(words)
     if needs_files and not files:
         raise ConfigError("FILES: required but not given: rows with a prompt and responses, as JSON lines or Parquet")
-    if output is not None:
-        require_writable("--output", output)
+    require_writable("--output", output)
     return partial(load_ranker, ranker, reference=reference, overrides=overrides), files
 
 

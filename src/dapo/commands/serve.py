@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dapo.commands.shared.options import DrainSeconds, Host, LiveFile, MaxBody, Port, Quiet, Redact, TokenEnv
+from dapo.commands.shared.options import DrainSeconds, Host, LiveFile, MaxBody, Port, Quiet, Redact, Settings, TokenEnv
 from dapo.errors import ConfigError, extra
 from dapo.util.terminal import Terminal
 
@@ -29,10 +29,6 @@ Model = Annotated[
         metavar="MODEL",
         help="Recipe, folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
     ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as data.max_prompt_length=4096."),
 ]
 Adapters = Annotated[
     list[str] | None,

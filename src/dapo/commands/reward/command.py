@@ -62,8 +62,7 @@ def check(
         raise ConfigError("no files are named; give FILES of labelled cases: dapo reward check math FILE.jsonl")
     config = load_reward(reward, overrides)
     cases = read_cases(files, config)
-    if output is not None:
-        require_writable("--json", output, files)
+    require_writable("--json", output, files)
     started = time.perf_counter()
     with status_line(quiet, "starting") as progress:
         checked = asyncio.run(
@@ -74,9 +73,8 @@ def check(
     for one in checked:
         if not one.agrees:
             print_lines([*disagreement(one), ""])
-    if output is not None:
-        found = {"reward": _told(config), "cases": len(cases), "agree": agreed, "seconds": round(seconds, 3)}
-        write_results(output, {**found, "verdicts": [one.as_json() for one in checked]})
+    found = {"reward": _told(config), "cases": len(cases), "agree": agreed, "seconds": round(seconds, 3)}
+    write_results(output, {**found, "verdicts": [one.as_json() for one in checked]})
     _print_speed(quiet, len(cases), "case", seconds)
     print(f"agree {agreed} of {len(cases)}")
     if agreed < len(cases):
@@ -117,8 +115,7 @@ def score(
     wanted = steps_asked_for(view, (0, 10**9) if steps == "all" else step_range(steps) or (0, 0))
     config = load_config(view.folder.config)
     chosen = _chosen(view, config, reward, overrides)
-    if output is not None:
-        require_writable("--json", output, [view.folder.config])
+    require_writable("--json", output, [view.folder.config])
     rows = StoredRows(config, chosen, warn)
     summary = Summary(examples)
     told: list[dict[str, Any]] = []
@@ -138,9 +135,8 @@ def score(
     seconds = time.perf_counter() - started
     print(f"{run}: reward {config.reward.kind}, scored again with {reward or 'its own'} ({chosen.kind})\n")
     print_lines(summary.lines())
-    if output is not None:
-        found = {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3)}
-        write_results(output, {**found, "steps": told})
+    found = {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3)}
+    write_results(output, {**found, "steps": told})
     _print_speed(quiet, next(numbers) - 1, "sample", seconds)
     print(summary.verdict())
 
