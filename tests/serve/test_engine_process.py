@@ -31,8 +31,7 @@ import functools, sys
 from dapo.serve import model
 model.load_served = functools.partial(model.load_served, apart=True)
 from dapo.commands import main
-sys.argv.insert(1, 'serve')
-main()
+sys.argv.insert(1, 'serve'); main()
 """
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "1+2=", "n": 16, "max_tokens": 60, "temperature": 3.0}
 
@@ -189,8 +188,7 @@ import sys, time
 from dapo.serve import model
 model.load_served = lambda *args, **more: time.sleep(60)
 from dapo.commands import main
-sys.argv.insert(1, 'serve')
-main()
+sys.argv.insert(1, 'serve'); main()
 """
 
 
