@@ -18,7 +18,7 @@ from dapo.records import Prompt, Reward
 from dapo.reward.build import make_client
 from server_process import ServerProcess
 
-COMMAND = "import typer; from dapo.commands.reward_server import reward_server; typer.run(reward_server)"
+COMMAND = "import sys; from dapo.commands import main; sys.argv.insert(1, 'reward-server'); main()"
 
 
 def prompt(answer: str | None = "4", row: int = 0, text: str = "2 + 2 =", **meta: Any) -> Prompt:

@@ -8,7 +8,7 @@ import torch
 
 from dapo.errors import RewardError
 from dapo.records import Reward
-from dapo.reward.convert import reward_from_json, reward_to_json, to_reward, to_rewards
+from dapo.reward.convert import reward_to_json, to_reward, to_rewards
 
 GOOD = [
     (0.0, Reward(None, 0.0)),
@@ -91,4 +91,4 @@ def test_batches_of_another_shape_are_refused(results, message):
 
 def test_json_round_trip():
     for reward in (Reward(True, 1.0, {"a": 0.5}, None, "x"), Reward(None, 0.0, error="broken")):
-        assert reward_from_json(json.loads(json.dumps(reward_to_json(reward), allow_nan=False))) == reward
+        assert Reward(**json.loads(json.dumps(reward_to_json(reward), allow_nan=False))) == reward

@@ -27,11 +27,11 @@ from served import PINNED, SMALL, Served, served
 from server_process import ServerProcess
 
 APART = """
-import functools, typer
+import functools, sys
 from dapo.serve import model
 model.load_served = functools.partial(model.load_served, apart=True)
-from dapo.commands.serve import serve
-typer.run(serve)
+from dapo.commands import main
+sys.argv.insert(1, 'serve'); main()
 """
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "1+2=", "n": 16, "max_tokens": 60, "temperature": 3.0}
 
@@ -184,11 +184,11 @@ def test_engines_that_share_a_gpu_are_told_how_much_of_it_each_takes(
 
 
 SLOWLY = """
-import time, typer
+import sys, time
 from dapo.serve import model
 model.load_served = lambda *args, **more: time.sleep(60)
-from dapo.commands.serve import serve
-typer.run(serve)
+from dapo.commands import main
+sys.argv.insert(1, 'serve'); main()
 """
 
 

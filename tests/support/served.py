@@ -25,7 +25,7 @@ from dapo.util.serving import Server
 from helpers import random_model
 from server_process import ServerProcess
 
-COMMAND = "import typer; from dapo.commands.serve import serve; typer.run(serve)"
+COMMAND = "import sys; from dapo.commands import main; sys.argv.insert(1, 'serve'); main()"
 SMALL = ("data.max_prompt_length=100", "evaluation.max_response_length=60", "rollout.max_concurrent_samples=16")
 PINNED = (*SMALL, "runtime.deterministic=true")
 CHAT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"

@@ -33,7 +33,7 @@ from dapo.commands.inspect.command import inspect as inspect_command
 from dapo.commands.replay.command import replay as replay_command
 from dapo.commands.report.command import report as report_command
 from dapo.commands.reward.command import app as reward_app
-from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
+from dapo.commands.shared.errors import EXIT_CODES, errors_for_people, for_people
 from dapo.commands.shared.options import OfRecipe
 from dapo.commands.ui.command import ui as ui_command
 from dapo.util.terminal import escape_what_cannot_be_written, open_closed_streams
@@ -88,6 +88,6 @@ for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
         _name = "filter" if _command is rank.filter_responses else None
         _kind = OfRecipe if _command in (train.train, demo_command, doctor.doctor, plan.plan, config.config) else None
-        app.command(_name, cls=_kind, epilog=EXIT_CODES, rich_help_panel=_panel)(_command)
+        app.command(_name, cls=_kind, epilog=EXIT_CODES, rich_help_panel=_panel)(for_people(_command))
 app.add_typer(data.app, name="data", rich_help_panel="Data and rewards")
 app.add_typer(reward_app, name="reward", rich_help_panel="Data and rewards")

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Quiet, is_setting
+from dapo.commands.shared.options import Quiet, is_setting
 from dapo.commands.shared.output import columns, print_lines, terminal_width
 from dapo.errors import ConfigError
 
@@ -42,17 +41,15 @@ def compare(
         typer.Option(metavar="RECIPE", help="Win rates by this one's reward: a judge, a reward model or another."),
     ] = None,
     quiet: Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Train by several recipes with the same data, budget and seeds, and put what came of it into one table.
 
     Each recipe and seed is a run in FOLDER. The same command goes on where it was stopped; what is done stays.
     """
-    with errors_for_people(debug, output_is_result=False):
-        options: dict[str, Any] = {"minutes": minutes, "samples": samples, "tokens": tokens, "evaluation": evaluation}
-        options |= {"seeds": seeds, "only": only or (), "allow": allow or (), "judge": judge}
-        if _compare(words, out, options, quiet):
-            raise typer.Exit(1)  # a cell failed
+    options: dict[str, Any] = {"minutes": minutes, "samples": samples, "tokens": tokens, "evaluation": evaluation}
+    options |= {"seeds": seeds, "only": only or (), "allow": allow or (), "judge": judge}
+    if _compare(words, out, options, quiet):
+        raise typer.Exit(1)  # a cell failed
 
 
 def _compare(words: list[str], out: Path, options: dict[str, Any], quiet: bool) -> bool:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, Overrides, is_setting
+from dapo.commands.shared.options import AsJson, Overrides, is_setting
 from dapo.commands.shared.output import print_json, print_lines
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ def config(
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Show a recipe as it is understood: every key with its value, meaning and default.
 
@@ -35,17 +33,16 @@ def config(
     from dapo.config.reference import keys_in
     from dapo.config.secrets import redact
 
-    with errors_for_people(debug):
-        resolved, open_keys = _resolve(recipe, overrides or [])
-        values: dict[str, Any] = redact(resolved.model_dump(mode="json"))
-        for name in open_keys:
-            section, _, last = name.rpartition(".")
-            values[section][last] = None
-        reference = keys_in(resolved)
-        if as_json:
-            print_json(dict(_as_json(values, reference)))
-        else:
-            print_lines(_document(values, reference))
+    resolved, open_keys = _resolve(recipe, overrides or [])
+    values: dict[str, Any] = redact(resolved.model_dump(mode="json"))
+    for name in open_keys:
+        section, _, last = name.rpartition(".")
+        values[section][last] = None
+    reference = keys_in(resolved)
+    if as_json:
+        print_json(dict(_as_json(values, reference)))
+    else:
+        print_lines(_document(values, reference))
 
 
 def _resolve(recipe: str | None, overrides: Sequence[str]) -> tuple[Config, list[str]]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import Debug, DrainSeconds, Host, JsonFile, Port, Quiet, Redact, TokenEnv, is_setting
+from dapo.commands.shared.errors import EXIT_CODES, for_people
+from dapo.commands.shared.options import DrainSeconds, Host, JsonFile, Port, Quiet, Redact, TokenEnv, is_setting
 from dapo.commands.shared.output import columns, print_lines, require_writable, say, status_line, write_results
 from dapo.errors import ConfigError, extra
 from dapo.util.terminal import counted, visible
@@ -28,6 +28,7 @@ _BAR = 40
 
 
 @app.command(epilog=EXIT_CODES)
+@for_people
 def check(
     words: Annotated[
         list[str] | None,
@@ -48,7 +49,6 @@ def check(
         bool, typer.Option("--strict", help="Exit code 2 for overlap and conflicting answers, too.")
     ] = False,
     quiet: Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Read every row of FILES: bad rows, missing answers, duplicates, lengths, overlap with evaluation files.
 
@@ -56,30 +56,28 @@ def check(
     whole solutions, or the same in all rows looked at, are warnings. Results are kept, so that a second check of the
     same files takes no time. With model.tokenizer=PATH, or a recipe, lengths are in tokens.
     """
-    with errors_for_people(debug):
-        from dapo.data.check import check_data
-        from dapo.reward.build import needs_answer
-        from dapo.util.escapes import eaten_in
+    from dapo.data.check import check_data
+    from dapo.reward.build import needs_answer
+    from dapo.util.escapes import eaten_in
 
-        config = _config(recipe, words or [], against or [])
-        train, evaluation = _files(config, recipe, words or [], against or [])
-        every = (*train, *evaluation)
-        if output is not None:
-            require_writable("--json", output, [item.path for item in every])
-        measure, needed = _measure(config, recipe), needs_answer(config.reward)
-        required = None if needed and recipe is None else needed
-        with status_line(quiet, "reading") as told:
-            found = check_data(train, evaluation, config.data, measure, answer_required=required, progress=told)
-        doubts = eaten_in(config.model_dump(mode="json"))
-        doubts += [line for item in every for line in _answers(config, item)]
-        say(report_lines(found, config, doubts))
-        if output is not None:
-            write_results(output, {**found.as_json(), "answers": doubts})
-        if found.bad or (strict and found.doubts):
-            raise typer.Exit(2)
+    config = _config(recipe, words or [], against or [])
+    train, evaluation = _files(config, recipe, words or [], against or [])
+    every = (*train, *evaluation)
+    require_writable("--json", output, [item.path for item in every])
+    measure, needed = _measure(config, recipe), needs_answer(config.reward)
+    required = None if needed and recipe is None else needed
+    with status_line(quiet, "reading") as told:
+        found = check_data(train, evaluation, config.data, measure, answer_required=required, progress=told)
+    doubts = eaten_in(config.model_dump(mode="json"))
+    doubts += [line for item in every for line in _answers(config, item)]
+    say(report_lines(found, config, doubts))
+    write_results(output, {**found.as_json(), "answers": doubts})
+    if found.bad or (strict and found.doubts):
+        raise typer.Exit(2)
 
 
 @app.command(epilog=EXIT_CODES)
+@for_people
 def clean(
     words: Annotated[
         list[str],
@@ -95,43 +93,38 @@ def clean(
     ] = False,
     output: JsonFile = None,
     quiet: Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Write the rows of FILES to OUT, but for those that are bad, repeated, contradictory or overlap with --eval.
 
     Control characters are mended where it is plain what was meant, and answers that the math reward takes for an
     integer are written as one. --json FILE has what was done to each row, and why.
     """
-    with errors_for_people(debug):
-        from dapo.config.data import DataItem
-        from dapo.data.clean import KINDS, clean_data, write_rows
+    from dapo.config.data import DataItem
+    from dapo.data.clean import KINDS, clean_data, write_rows
 
-        *names, target = [word for word in words if not is_setting(word)] or [""]
-        if not names:
-            raise ConfigError(
-                "name the files to read and, last, the file to write: dapo data clean rows.jsonl out.jsonl"
-            )
-        out, config = Path(target), _config(recipe, words, against or [])
-        if (there := out.exists() or out.is_symlink()) or out.suffix != ".jsonl":
-            why = "it exists already" if there else "its name has to end in .jsonl"
-            raise ConfigError(f"{target}: cannot be written: {why}")
-        if output is not None:
-            require_writable("--json", output, (*names, target))
-        require_writable("OUT", out)
-        items = [DataItem(path=name) for name in names]
-        held = [DataItem(path=name) for name in against] if against else config.evaluation.data
-        with status_line(quiet, "reading") as told:
-            same = _verifier(config)
-            rows, report = clean_data(items, held, config.data, same, fractions=fractions, progress=told)
-        write_rows(out, rows, config.data.prompt_key, config.data.answer_key)
-        table = [[KINDS[kind], f"{count:,}"] for kind, count in report.counts.items() if count]
-        print_lines([*columns(["what was done", "rows"], table), ""] if table else [])
-        print_lines([f"{report.written:,} of {report.read:,} rows are in {target}"])
-        if output is not None:
-            write_results(output, asdict(report))
+    *names, target = [word for word in words if not is_setting(word)] or [""]
+    if not names:
+        raise ConfigError("name the files to read and, last, the file to write: dapo data clean rows.jsonl out.jsonl")
+    out, config = Path(target), _config(recipe, words, against or [])
+    if (there := out.exists() or out.is_symlink()) or out.suffix != ".jsonl":
+        why = "it exists already" if there else "its name has to end in .jsonl"
+        raise ConfigError(f"{target}: cannot be written: {why}")
+    require_writable("--json", output, (*names, target))
+    require_writable("OUT", out)
+    items = [DataItem(path=name) for name in names]
+    held = [DataItem(path=name) for name in against] if against else config.evaluation.data
+    with status_line(quiet, "reading") as told:
+        same = _verifier(config)
+        rows, report = clean_data(items, held, config.data, same, fractions=fractions, progress=told)
+    write_rows(out, rows, config.data.prompt_key, config.data.answer_key)
+    table = [[KINDS[kind], f"{count:,}"] for kind, count in report.counts.items() if count]
+    print_lines([*columns(["what was done", "rows"], table), ""] if table else [])
+    print_lines([f"{report.written:,} of {report.read:,} rows are in {target}"])
+    write_results(output, asdict(report))
 
 
 @app.command(epilog=EXIT_CODES)
+@for_people
 def receive(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines to append to, for data.live of a run.")],
     redact: Redact = None,
@@ -140,22 +133,20 @@ def receive(
     token_env: TokenEnv = None,
     drain_s: DrainSeconds = 5.0,
     quiet: Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Take prompts and feedback from an application over HTTP and append them to FILE.
 
     POST /v1/prompts has prompt, consent ("training") and, as needed, answer and id; POST /v1/feedback has id and one of
     thumbs, edit and outcome.
     """
-    with errors_for_people(debug):
-        with extra("server", "dapo data receive"):
-            from dapo.serve.live import Journal
-            from dapo.serve.live import receive as take
-            from dapo.util.serving import Address
-        require_writable("FILE", file)
-        tell = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
-        address = Address(host, port, Address.token_in(token_env))
-        asyncio.run(take(Journal(file, redact), address, drain_s=drain_s, say=tell))
+    with extra("server", "dapo data receive"):
+        from dapo.serve.live import Journal
+        from dapo.serve.live import receive as take
+        from dapo.util.serving import Address
+    require_writable("FILE", file)
+    tell = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+    address = Address(host, port, Address.token_in(token_env))
+    asyncio.run(take(Journal(file, redact), address, drain_s=drain_s, say=tell))
 
 
 def _verifier(config: Config) -> Callable[[str, str], bool] | None:

@@ -11,7 +11,6 @@ import typer
 
 from dapo.commands.rank import RankerName, Reference
 from dapo.commands.shared import options
-from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.train import stopped_by_signals
 from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal
@@ -41,30 +40,28 @@ def distil(
     folder: Annotated[Path, typer.Option("--dir", help="Folder for all of it.")] = Path("runs/distil"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on: what is in the folder is not made again.")] = False,
     quiet: options.Quiet = False,
-    debug: options.Debug = False,
 ) -> None:
     """Teach POLICY what RANKER chooses from its samples, and say how much of the gain of best-of-n it keeps.
 
     SECTION.KEY=VALUE are keys of the stage (dapo sft, dapo dpo), such as training.steps=50.
     """
-    with errors_for_people(debug):
-        if method not in ("sft", "dpo") or (method == "dpo" and calibration is not None):
-            raise ConfigError(f"--method {method}: must be sft or dpo; with --calibration sft")
-        from dapo.distil import Plan, distil
-        from dapo.inference.model import settings_for
-        from dapo.observe.progress import make_listener
-        from dapo.ranking.calibrate import read_thresholds
-        from dapo.ranking.score import load_ranker
+    if method not in ("sft", "dpo") or (method == "dpo" and calibration is not None):
+        raise ConfigError(f"--method {method}: must be sft or dpo; with --calibration sft")
+    from dapo.distil import Plan, distil
+    from dapo.inference.model import settings_for
+    from dapo.observe.progress import make_listener
+    from dapo.ranking.calibrate import read_thresholds
+    from dapo.ranking.score import load_ranker
 
-        sampling = options.given_options(locals(), *(name for name in options.SAMPLING if name != "min_p"))
-        _, config = settings_for(policy, sampling, {"evaluation": {"data": data, "rows": None}})
-        judge = partial(load_ranker, ranker, reference=reference)
-        judge()  # so that what is wrong with its name shows at once
-        thresholds = None if calibration is None else read_thresholds(calibration, ranker)
-        plan = Plan(config, ranker, data, heldout, folder, method, thresholds, overrides or ())
-        with (
-            closing(make_listener(quiet, Terminal(stderr=True))) as listener,
-            stopped_by_signals(again="the same command with --resume") as shutdown,
-        ):
-            distil(plan, judge, partial(load_ranker, gold) if gold else None, listener, shutdown, resume)
-        print((folder / "report.md").read_text(), end="")
+    sampling = options.given_options(locals(), *(name for name in options.SAMPLING if name != "min_p"))
+    _, config = settings_for(policy, sampling, {"evaluation": {"data": data, "rows": None}})
+    judge = partial(load_ranker, ranker, reference=reference)
+    judge()  # so that what is wrong with its name shows at once
+    thresholds = None if calibration is None else read_thresholds(calibration, ranker)
+    plan = Plan(config, ranker, data, heldout, folder, method, thresholds, overrides or ())
+    with (
+        closing(make_listener(quiet, Terminal(stderr=True))) as listener,
+        stopped_by_signals(again="the same command with --resume") as shutdown,
+    ):
+        distil(plan, judge, partial(load_ranker, gold) if gold else None, listener, shutdown, resume)
+    print((folder / "report.md").read_text(), end="")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, Overrides, Recipe
+from dapo.commands.shared.options import AsJson, Overrides, Recipe
 from dapo.commands.shared.output import print_json, status_line
 from dapo.util.terminal import Terminal
 
@@ -32,7 +31,6 @@ def doctor(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print what warns, fails or was not checked only.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Check RECIPE and all that it names: data, model, tokenizer, reward, memory, disk. Starts and writes nothing.
 
@@ -41,31 +39,30 @@ def doctor(
 
     Exit code 0 without a failure, 2 if recipe or data have one, 1 if only model, reward or machine do.
     """
-    with errors_for_people(debug):
-        from dapo.checks.checklist import examine
-        from dapo.checks.context import as_json as told
-        from dapo.checks.context import exit_code, not_checked, summary
+    from dapo.checks.checklist import examine
+    from dapo.checks.context import as_json as told
+    from dapo.checks.context import exit_code, not_checked, summary
 
-        stage, checks = _of_stage(recipe)
-        console = Terminal()
-        findings: list[Finding] = []
-        with status_line(quiet or as_json, "reading the recipe") as progress:
-            tell = lambda name: progress(f"checking: {name}")  # noqa: E731
-            for finding in examine(recipe, overrides or (), probe, tell, stage, checks):
-                findings.append(finding)
-                if not as_json and (not quiet or finding.status in ("warn", "fail")):
-                    told_of = Text(finding.line())
-                    told_of.stylize(_STYLES[finding.status], 0, 4)
-                    console.print(told_of, soft_wrap=True)
-        if as_json:
-            print_json(told(findings))
-        else:
-            for line in (not_checked(findings) if quiet else "", summary(findings)):
-                if line:
-                    console.print(line, markup=False, highlight=False, soft_wrap=True)
-        code = exit_code(findings)
-        if code:
-            raise typer.Exit(code)
+    stage, checks = _of_stage(recipe)
+    console = Terminal()
+    findings: list[Finding] = []
+    with status_line(quiet or as_json, "reading the recipe") as progress:
+        tell = lambda name: progress(f"checking: {name}")  # noqa: E731
+        for finding in examine(recipe, overrides or (), probe, tell, stage, checks):
+            findings.append(finding)
+            if not as_json and (not quiet or finding.status in ("warn", "fail")):
+                told_of = Text(finding.line())
+                told_of.stylize(_STYLES[finding.status], 0, 4)
+                console.print(told_of, soft_wrap=True)
+    if as_json:
+        print_json(told(findings))
+    else:
+        for line in (not_checked(findings) if quiet else "", summary(findings)):
+            if line:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+    code = exit_code(findings)
+    if code:
+        raise typer.Exit(code)
 
 
 def _of_stage(recipe: Path) -> tuple[str | None, Sequence[Entry] | None]:

@@ -39,8 +39,7 @@ def drift_of_ranker(
 
     if not files:
         raise ConfigError("--data: required but not given: rows of pairs, such as prompt, chosen and rejected")
-    if output is not None:
-        require_writable("--output", output)
+    require_writable("--output", output)
     reference = [since] if since is not None and Path(since).is_file() else []
     rows = read_candidates([*reference, *files])
     scored = score_rows(load_ranker(model, overrides=overrides), rows)

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo.commands.shared import options
-from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.output import require_writable
 from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal, counted
@@ -81,46 +80,44 @@ def evaluate(
     save_samples: SaveSamples = False,
     average: Annotated[bool, typer.Option("--average", help="Give the mean over the files, too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the results only.")] = False,
-    debug: options.Debug = False,
 ) -> None:
     """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval.
 
     A reward model, or a recipe with a reward, is measured on rows of pairs or rankings. What counts is, from the
     weakest to the strongest: defaults, the recipe, the benchmark, options and keys.
     """
-    with errors_for_people(debug):
-        from dapo.commands.drift import drift_of_policy, drift_of_ranker, ranks
-        from dapo.evaluation.benchmarks import benchmark_named
-        from dapo.inference.model import settings_for
-        from dapo.observe.progress import make_listener
+    from dapo.commands.drift import drift_of_policy, drift_of_ranker, ranks
+    from dapo.evaluation.benchmarks import benchmark_named
+    from dapo.inference.model import settings_for
+    from dapo.observe.progress import make_listener
 
-        given = options.given_options(locals(), *options.SAMPLING, "rows", "server")
-        more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
-        given["--data"] = [*(data or []), *more]
-        if ranks(model):
-            return drift_of_ranker(model, given["--data"], overrides, since, curve, output)
-        given["--data"] += [since] if since and Path(since).is_file() else []
-        preset = benchmark_named(benchmark) if benchmark else None
-        benchmarks = [preset.settings] if preset else []
-        found, config = settings_for(model, given, *benchmarks, recipe=recipe, overrides=overrides)
-        _check_data(config)
-        place, trained = _place(output, save_samples), recipe or found.recipe
-        about = {"recipe": trained and str(trained), "benchmark": preset and preset.name, "server": server}
-        about |= _hash_of(benchmark)
-        with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            _tell(listener, model, found, trained, preset, config)
-            from dapo.inference.evaluate import average_of, evaluate_files, report
+    given = options.given_options(locals(), *options.SAMPLING, "rows", "server")
+    more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
+    given["--data"] = [*(data or []), *more]
+    if ranks(model):
+        return drift_of_ranker(model, given["--data"], overrides, since, curve, output)
+    given["--data"] += [since] if since and Path(since).is_file() else []
+    preset = benchmark_named(benchmark) if benchmark else None
+    benchmarks = [preset.settings] if preset else []
+    found, config = settings_for(model, given, *benchmarks, recipe=recipe, overrides=overrides)
+    _check_data(config)
+    place, trained = _place(output, save_samples), recipe or found.recipe
+    about = {"recipe": trained and str(trained), "benchmark": preset and preset.name, "server": server}
+    about |= _hash_of(benchmark)
+    with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
+        _tell(listener, model, found, trained, preset, config)
+        from dapo.inference.evaluate import average_of, evaluate_files, report
 
-            def write(config: Config, results: Sequence[FileResult]) -> dict[str, Any]:
-                found = report(config, results, about, sys.argv)
-                found |= {"average": average_of(results)} if average else {}
-                if place is not None:
-                    _write(place, found, results, save_samples)
-                return found
+        def write(config: Config, results: Sequence[FileResult]) -> dict[str, Any]:
+            found = report(config, results, about, sys.argv)
+            found |= {"average": average_of(results)} if average else {}
+            if place is not None:
+                _write(place, found, results, save_samples)
+            return found
 
-            results, notes = evaluate_files(config, listener, write, preset.published if preset else None)
-        _show(Terminal(), results, notes)
-        drift_of_policy(results, since, curve)
+        results, notes = evaluate_files(config, listener, write, preset.published if preset else None)
+    _show(Terminal(), results, notes)
+    drift_of_policy(results, since, curve)
 
 
 def _hash_of(benchmark: str | None) -> dict[str, str]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dapo.commands.shared import options
-from dapo.commands.shared.errors import errors_for_people
 from dapo.errors import ConfigError, DataError
 from dapo.util.terminal import Terminal, counted
 
@@ -28,10 +27,6 @@ Template = Annotated[
         metavar="plain|chat|dapo",
         help="By default the recipe's for a run of dapo, else chat if the tokenizer has one, else plain.",
     ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as model.compute_dtype=bfloat16."),
 ]
 Likeliest = Annotated[
     int,
@@ -54,40 +49,38 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
     system: Annotated[str | None, typer.Option(help="System message (templates chat and dapo).")] = None,
     template: Template = None,
-    settings: Settings = None,
+    settings: options.Settings = None,
     environment: Annotated[
         str | None, typer.Option(metavar="NAME", help="Play an episode in this environment, such as file.py:Class.")
     ] = None,
     top_logprobs: Likeliest = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the responses only.")] = False,
-    debug: options.Debug = False,
 ) -> None:
     """Print what MODEL says to each PROMPT.
 
     Sampling is greedy unless a temperature is given (or the recipe of the run names one for evaluation).
     """
-    with errors_for_people(debug):
-        from dapo.config.plan import require_files
-        from dapo.inference.model import ONE_EACH, settings_for
-        from dapo.observe.progress import make_listener
+    from dapo.config.plan import require_files
+    from dapo.inference.model import ONE_EACH, settings_for
+    from dapo.observe.progress import make_listener
 
-        if top_logprobs and not as_json:
-            raise ConfigError("--top-logprobs: are written as JSON only; add --json")
-        texts = _texts(prompts or [], data)
-        given = options.given_options(locals(), *options.SAMPLING, "data", "seed", "system", "environment", "template")
-        _, config = settings_for(model, given, ONE_EACH, overrides=settings or [])
-        require_files(config)
-        with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            if environment is not None:
-                from dapo.inference.episodes import generate_episodes
+    if top_logprobs and not as_json:
+        raise ConfigError("--top-logprobs: are written as JSON only; add --json")
+    texts = _texts(prompts or [], data)
+    given = options.given_options(locals(), *options.SAMPLING, "data", "seed", "system", "environment", "template")
+    _, config = settings_for(model, given, ONE_EACH, overrides=settings or [])
+    require_files(config)
+    with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
+        if environment is not None:
+            from dapo.inference.episodes import generate_episodes
 
-                return generate_episodes(config, texts, listener, _print_line if as_json else _print_episode)
-            from dapo.inference.generate import generate_responses
+            return generate_episodes(config, texts, listener, _print_line if as_json else _print_episode)
+        from dapo.inference.generate import generate_responses
 
-            several = len(texts) + (data is not None)
-            show = (lambda one: _print_line(one.as_json())) if as_json else _printer(several, config)
-            generate_responses(config, texts, listener, show, top_logprobs)
+        several = len(texts) + (data is not None)
+        show = (lambda one: _print_line(one.as_json())) if as_json else _printer(several, config)
+        generate_responses(config, texts, listener, show, top_logprobs)
 
 
 def _texts(prompts: Sequence[str], data: str | None) -> list[str]:

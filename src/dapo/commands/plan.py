@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, Overrides, Recipe
+from dapo.commands.shared.options import AsJson, Overrides, Recipe
 from dapo.commands.shared.output import print_json, print_lines
 from dapo.util.terminal import counted
 
@@ -38,7 +37,6 @@ def plan(
     ] = 0.6,
     reward_s: Annotated[float, typer.Option(min=0, help="Seconds of a step in which only rewards are worked on.")] = 0,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Predict memory, time, disk and cost of RECIPE on GPUs that need not be here. Starts and downloads nothing.
 
@@ -49,29 +47,28 @@ def plan(
 
     Exit code 1 if it does not fit into the GPUs' memory; then the plan says what would.
     """
-    with errors_for_people(debug):
-        from dapo.config import load_config
-        from dapo.config.plan import existing_recipe
-        from dapo.config.stages import load_stage, stage_named
-        from dapo.plan.estimate import Assumed, cluster_of
+    from dapo.config import load_config
+    from dapo.config.plan import existing_recipe
+    from dapo.config.stages import load_stage, stage_named
+    from dapo.plan.estimate import Assumed, cluster_of
 
-        if (stage := stage_named(existing_recipe(recipe))) is not None:
-            config: Any = load_stage(stage, recipe, overrides or ())
-            limits, filters = (config.data.max_length / 2,) * 2, False
-        else:
-            config = load_config(recipe, overrides or ())
-            limits = config.rollout.max_response_length, config.data.max_prompt_length
-            filters = config.algorithm.filter_groups.enable
-        assumed = Assumed(
-            response=min(response or limits[0] / 2, limits[0]),
-            prompt=min(prompt or limits[1] / 2, limits[1]),
-            keep=keep if filters else 1.0,
-            reward_s=reward_s,
-        )
-        found = planned(config, cluster or cluster_of(config), assumed, price)
-        print_json(found) if as_json else print_lines(_lines(found))
-        if not found["fits"]:
-            raise typer.Exit(1)
+    if (stage := stage_named(existing_recipe(recipe))) is not None:
+        config: Any = load_stage(stage, recipe, overrides or ())
+        limits, filters = (config.data.max_length / 2,) * 2, False
+    else:
+        config = load_config(recipe, overrides or ())
+        limits = config.rollout.max_response_length, config.data.max_prompt_length
+        filters = config.algorithm.filter_groups.enable
+    assumed = Assumed(
+        response=min(response or limits[0] / 2, limits[0]),
+        prompt=min(prompt or limits[1] / 2, limits[1]),
+        keep=keep if filters else 1.0,
+        reward_s=reward_s,
+    )
+    found = planned(config, cluster or cluster_of(config), assumed, price)
+    print_json(found) if as_json else print_lines(_lines(found))
+    if not found["fits"]:
+        raise typer.Exit(1)
 
 
 def planned(config: Any, cluster: str, assumed: Assumed, price: float | None = None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from dapo.commands.shared import options
-from dapo.commands.shared.errors import errors_for_people
 
 
 def quantise(
@@ -17,20 +16,18 @@ def quantise(
     data: Annotated[list[str], typer.Option(metavar="FILE", help="Rows with a prompt and responses to compare on.")],
     kind: Annotated[str, typer.Option(metavar="int8|int4|nf4", help="4 bits need a GPU.")] = "int8",
     rows: Annotated[int, typer.Option(min=1, metavar="N", help="Compare on the first so many.")] = 32,
-    debug: options.Debug = False,
 ) -> None:
     """Write MODEL, a policy or a reward model, with weights of 8 or 4 bits, and say what that costs and saves.
 
     The result loads in Transformers and vLLM; a reward model ranks as before: dapo rank OUT.
     """
-    with errors_for_people(debug):
-        from dapo.ranking.quantise import quantise
-        from dapo.ranking.rows import read_candidates
+    from dapo.ranking.quantise import quantise
+    from dapo.ranking.rows import read_candidates
 
-        texts = [row.prompt_text + text for row in read_candidates(data, rows)[:rows] for text in row.texts[:1] if text]
-        told = quantise(str(model), output, kind, texts)
-        (before, after), (slow, fast) = told["mib"], told["seconds"]
-        print(f"{before:.0f} MiB of weights became {after:.0f}; {slow:.3f} s for a text became {fast:.3f}")
-        print(f"logits moved by {told['mean_change']:.4f} on average, where they spread by {told['spread']:.4f}")
-        if "same_token" in told:
-            print(f"the likeliest token stayed the same in {told['same_token']:.1%} of places")
+    texts = [row.prompt_text + text for row in read_candidates(data, rows)[:rows] for text in row.texts[:1] if text]
+    told = quantise(str(model), output, kind, texts)
+    (before, after), (slow, fast) = told["mib"], told["seconds"]
+    print(f"{before:.0f} MiB of weights became {after:.0f}; {slow:.3f} s for a text became {fast:.3f}")
+    print(f"logits moved by {told['mean_change']:.4f} on average, where they spread by {told['spread']:.4f}")
+    if "same_token" in told:
+        print(f"the likeliest token stayed the same in {told['same_token']:.1%} of places")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dapo.commands.shared import options
-from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.output import print_lines, require_writable, say
 from dapo.errors import ConfigError
 
@@ -48,22 +47,20 @@ def rank(
         int | None, typer.Option(min=1, metavar="N", help="Give the N pairs that a label would teach most instead.")
     ] = None,
     output: Output = None,
-    debug: options.Debug = False,
 ) -> None:
     """Order the responses of each row, the best first, as JSON lines. Where rows have labels, say how well that agrees.
 
     A row has a prompt, and candidates; or chosen and rejected (or correct_code and incorrect_code); or responses.
     """
-    with errors_for_people(debug):
-        from dapo.ranking.measures import least_sure, summary, summary_lines
-        from dapo.ranking.score import best_first
+    from dapo.ranking.measures import least_sure, summary, summary_lines
+    from dapo.ranking.score import best_first
 
-        load, files = _opened(ranker, words, reference, output)
-        found, scored = _scored(load(), files, rows)
-        pairs = zip(found, scored, strict=True)
-        ranked = (_line(row, ranking=[one.told for one in best_first(several)]) for row, several in pairs)
-        _give(ranked if unsure is None else least_sure(found, scored, unsure), output)
-        say(summary_lines(summary(found, scored)), stderr=output is None)
+    load, files = _opened(ranker, words, reference, output)
+    found, scored = _scored(load(), files, rows)
+    pairs = zip(found, scored, strict=True)
+    ranked = (_line(row, ranking=[one.told for one in best_first(several)]) for row, several in pairs)
+    _give(ranked if unsure is None else least_sure(found, scored, unsure), output)
+    say(summary_lines(summary(found, scored)), stderr=output is None)
 
 
 def filter_responses(
@@ -89,35 +86,32 @@ def filter_responses(
     threshold: Annotated[float | None, typer.Option(help="Keep what scores above this, uncalibrated.")] = None,
     rows: Rows = None,
     output: Output = None,
-    debug: options.Debug = False,
 ) -> None:
     """Keep the responses that pass a threshold, which is calibrated on labelled rows, as JSON lines.
 
     Rows with a key model have a threshold for each language model. That nothing passes is no error.
     """
-    with errors_for_people(debug):
-        from dapo.ranking.calibrate import passing, read_thresholds, write_calibrations
-        from dapo.ranking.rows import EVERY
+    from dapo.ranking.calibrate import passing, read_thresholds, write_calibrations
+    from dapo.ranking.rows import EVERY
 
-        _check_options(labelled, precision, recall, calibration, threshold)
-        load, files = _opened(ranker, words, reference, output, needs_files=not labelled)
-        if labelled:
-            goal, wanted = ("precision", precision) if precision is not None else ("recall", recall)
-            if calibration is not None:
-                require_writable("--calibration", calibration)
-            found = _calibrations(load(), labelled, goal, wanted or 0.0)
-            thresholds = {name: one.threshold for name, one in found.items()}
-            if calibration is not None:
-                write_calibrations(calibration, ranker, found)
-            say(_told(found), stderr=bool(files) and output is None)
-        else:
-            thresholds = {EVERY: threshold or 0.0} if calibration is None else read_thresholds(calibration, ranker)
-        if files:
-            given, scored = _scored(load(), files, rows)
-            kept = passing(given, scored, thresholds)
-            pairs = [(row, one) for row, several in zip(given, kept, strict=True) for one in several]
-            _give((_kept(row, one) for row, one in pairs), output)
-            say([f"kept {len(pairs)} of {sum(map(len, scored))} responses"], stderr=output is None)
+    _check_options(labelled, precision, recall, calibration, threshold)
+    load, files = _opened(ranker, words, reference, output, needs_files=not labelled)
+    if labelled:
+        goal, wanted = ("precision", precision) if precision is not None else ("recall", recall)
+        require_writable("--calibration", calibration)
+        found = _calibrations(load(), labelled, goal, wanted or 0.0)
+        thresholds = {name: one.threshold for name, one in found.items()}
+        if calibration is not None:
+            write_calibrations(calibration, ranker, found)
+        say(_told(found), stderr=bool(files) and output is None)
+    else:
+        thresholds = {EVERY: threshold or 0.0} if calibration is None else read_thresholds(calibration, ranker)
+    if files:
+        given, scored = _scored(load(), files, rows)
+        kept = passing(given, scored, thresholds)
+        pairs = [(row, one) for row, several in zip(given, kept, strict=True) for one in several]
+        _give((_kept(row, one) for row, one in pairs), output)
+        say([f"kept {len(pairs)} of {sum(map(len, scored))} responses"], stderr=output is None)
 
 
 def _check_options(
@@ -143,8 +137,7 @@ def _opened(
     files, overrides = options.files_and_settings(words)
     if needs_files and not files:
         raise ConfigError("FILES: required but not given: rows with a prompt and responses, as JSON lines or Parquet")
-    if output is not None:
-        require_writable("--output", output)
+    require_writable("--output", output)
     return partial(load_ranker, ranker, reference=reference, overrides=overrides), files
 
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, DrainSeconds, Host, MaxBody, Overrides, Port, Quiet, TokenEnv
+from dapo.commands.shared.options import DrainSeconds, Host, MaxBody, Overrides, Port, Quiet, TokenEnv
 from dapo.errors import RewardError, extra
 
 
@@ -37,28 +36,26 @@ def reward_server(
     ] = None,
     drain_s: DrainSeconds = 30.0,
     quiet: Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Serve a reward over HTTP, for runs with reward.kind=server and for other programs.
 
     SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU finishes what runs and ends with 0; a second one ends at once.
     """
-    with errors_for_people(debug):
-        from dapo.config import load_reward
+    from dapo.config import load_reward
 
-        with extra("server", "dapo reward-server", RewardError):
-            from dapo.ranking.calibrate import read_thresholds
-            from dapo.ranking.endpoints import Rankers, router
-            from dapo.reward.server import ServerLimits, Service, serve
-            from dapo.util.serving import Address
-        config = load_reward(recipe, overrides or [])
-        address = Address(host, port, Address.token_in(token_env))
-        limits = ServerLimits(max_waiting, min(max_items, max_waiting), int(max_body_mb * 2**20), max_text)
-        say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
-        thresholds = {recipe: read_thresholds(calibration, recipe)} if calibration else {}
+    with extra("server", "dapo reward-server", RewardError):
+        from dapo.ranking.calibrate import read_thresholds
+        from dapo.ranking.endpoints import Rankers, router
+        from dapo.reward.server import ServerLimits, Service, serve
+        from dapo.util.serving import Address
+    config = load_reward(recipe, overrides or [])
+    address = Address(host, port, Address.token_in(token_env))
+    limits = ServerLimits(max_waiting, min(max_items, max_waiting), int(max_body_mb * 2**20), max_text)
+    say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+    thresholds = {recipe: read_thresholds(calibration, recipe)} if calibration else {}
 
-        def ranking(service: Service) -> Any:
-            rankers = Rankers({recipe: service.scorer}, thresholds)
-            return router(lambda: rankers, limits.max_items, service.room)
+    def ranking(service: Service) -> Any:
+        rankers = Rankers({recipe: service.scorer}, thresholds)
+        return router(lambda: rankers, limits.max_items, service.room)
 
-        asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say, more=ranking))
+    asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say, more=ranking))

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, DrainSeconds, Host, LiveFile, MaxBody, Port, Quiet, Redact, TokenEnv
+from dapo.commands.shared.options import DrainSeconds, Host, LiveFile, MaxBody, Port, Quiet, Redact, Settings, TokenEnv
 from dapo.errors import ConfigError, extra
 from dapo.util.terminal import Terminal
 
@@ -30,10 +29,6 @@ Model = Annotated[
         metavar="MODEL",
         help="Recipe, folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
     ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as data.max_prompt_length=4096."),
 ]
 Adapters = Annotated[
     list[str] | None,
@@ -64,34 +59,32 @@ def serve(
     timeout_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="Longest time of one request.")] = 3600.0,
     drain_s: DrainSeconds = 30.0,
     quiet: Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Serve MODEL over HTTP, as OpenAI's API has it (completions and chat completions).
 
     SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU finishes what runs and ends with 0; a second one ends at once.
     """
-    with errors_for_people(debug):
-        from dapo.observe.progress import make_listener
+    from dapo.observe.progress import make_listener
 
-        with extra("server", "dapo serve"):
-            from dapo.ranking.endpoints import load_rankers
-            from dapo.serve.app import serve as serve_app
-            from dapo.serve.live import Journal
-            from dapo.serve.model import Limits, load_served
-            from dapo.util.serving import Address
-        address = Address(host, port, Address.token_in(token_env))
-        limits = Limits(max_waiting, int(max_body_mb * 2**20), timeout_s)
-        more: dict[str, Any] = {"overrides": settings or [], "name": name, "copies": engines, "limits": limits}
-        adapters = _named("--adapter", adapter, "poet=folder")
-        calibrations = _named("--calibration", calibration, "taste=thresholds.json")
-        rankers = _named("--ranker", ranker, "taste=runs/reward-model")
-        say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
-        with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            load = functools.partial(load_served, model, listener, adapters=adapters, **more)
-            found = load_rankers(rankers, calibrations)
-            how: dict[str, Any] = {"drain_s": drain_s, "say": say, "weights_dir": weights_dir, "rankers": found}
-            how["journal"] = Journal(live, redact) if live else None
-            asyncio.run(serve_app(load, address, limits, **how))
+    with extra("server", "dapo serve"):
+        from dapo.ranking.endpoints import load_rankers
+        from dapo.serve.app import serve as serve_app
+        from dapo.serve.live import Journal
+        from dapo.serve.model import Limits, load_served
+        from dapo.util.serving import Address
+    address = Address(host, port, Address.token_in(token_env))
+    limits = Limits(max_waiting, int(max_body_mb * 2**20), timeout_s)
+    more: dict[str, Any] = {"overrides": settings or [], "name": name, "copies": engines, "limits": limits}
+    adapters = _named("--adapter", adapter, "poet=folder")
+    calibrations = _named("--calibration", calibration, "taste=thresholds.json")
+    rankers = _named("--ranker", ranker, "taste=runs/reward-model")
+    say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+    with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
+        load = functools.partial(load_served, model, listener, adapters=adapters, **more)
+        found = load_rankers(rankers, calibrations)
+        how: dict[str, Any] = {"drain_s": drain_s, "say": say, "weights_dir": weights_dir, "rankers": found}
+        how["journal"] = Journal(live, redact) if live else None
+        asyncio.run(serve_app(load, address, limits, **how))
 
 
 def _named(option: str, given: list[str] | None, example: str) -> dict[str, str]:

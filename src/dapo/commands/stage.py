@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
+from dapo.commands.shared.options import Overrides, Quiet, is_setting
 from dapo.commands.shared.output import say
 from dapo.commands.train import stopped_by_signals
 from dapo.errors import ConfigError
@@ -36,10 +35,8 @@ def _command(stage: str, told: str) -> Callable[..., None]:
         curve: Curve = 0,
         dry_run: DryRun = False,
         quiet: Quiet = False,
-        debug: Debug = False,
     ) -> None:
-        with errors_for_people(debug, output_is_result=dry_run):
-            _stage(stage, recipe, list(overrides or ()), resume, curve, dry_run, quiet)
+        _stage(stage, recipe, list(overrides or ()), resume, curve, dry_run, quiet)
 
     command.__name__, command.__doc__ = stage, told
     return command
@@ -56,24 +53,22 @@ def phases(
     resume: Annotated[bool, typer.Option("--resume", help="Go on: phases that are done stay as they are.")] = False,
     dry_run: DryRun = False,
     quiet: Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Run several stages one after the other, such as sft, reward_model and dapo, as phases.NAME of RECIPE say."""
-    with errors_for_people(debug, output_is_result=dry_run):
-        from dapo.observe.progress import make_listener
-        from dapo.stages.phases import REPORT, check_phases, load_phases, run_phases
+    from dapo.observe.progress import make_listener
+    from dapo.stages.phases import REPORT, check_phases, load_phases, run_phases
 
-        root, found = load_phases(recipe, overrides or ())
-        if dry_run:
-            for name, (config, state) in check_phases(found, resume).items():
-                kind, steps = getattr(config, "stage", "dapo"), counted(config.training.steps, "step")
-                print(f"phase {name}: {state}; {kind} from {config.model.path}, {steps}, in {root / name}")
-            return
-        again = f"dapo phases {recipe} --resume"
-        with closing(make_listener(quiet)) as listener, stopped_by_signals(again=again) as shutdown:
-            run_phases(root, found, listener, resume, shutdown)
-        if not quiet:
-            say([f"what each phase changed: {root / REPORT}"])
+    root, found = load_phases(recipe, overrides or ())
+    if dry_run:
+        for name, (config, state) in check_phases(found, resume).items():
+            kind, steps = getattr(config, "stage", "dapo"), counted(config.training.steps, "step")
+            print(f"phase {name}: {state}; {kind} from {config.model.path}, {steps}, in {root / name}")
+        return
+    again = f"dapo phases {recipe} --resume"
+    with closing(make_listener(quiet)) as listener, stopped_by_signals(again=again) as shutdown:
+        run_phases(root, found, listener, resume, shutdown)
+    if not quiet:
+        say([f"what each phase changed: {root / REPORT}"])
 
 
 def _stage(

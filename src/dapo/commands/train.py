@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dapo.commands.shared.errors import complain, errors_for_people, exit_code
-from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
+from dapo.commands.shared.errors import complain, exit_code
+from dapo.commands.shared.options import Overrides, Quiet, is_setting
 from dapo.commands.shared.output import print_lines, say
 from dapo.errors import ConfigError, UserError
 
@@ -40,29 +40,27 @@ def train(
         bool, typer.Option("--ui", help="Show the run in the browser while it trains (dapo ui shows it afterwards).")
     ] = False,
     quiet: Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Train a model as RECIPE says."""
-    with errors_for_people(debug, output_is_result=dry_run):
-        from dapo.config.plan import existing_recipe
-        from dapo.config.secrets import require_secrets
-        from dapo.observe.run_folder import RunFolder
+    from dapo.config.plan import existing_recipe
+    from dapo.config.secrets import require_secrets
+    from dapo.observe.run_folder import RunFolder
 
-        changes = list(overrides or ())
-        if resume is not None and recipe is not None and is_setting(recipe):
-            changes, recipe = [recipe, *changes], None  # no recipe: it is the first of the overrides
-        named = existing_recipe(recipe) if recipe is not None else None
-        config = _config(named, changes, resume)
-        named = named or RunFolder(resume or Path()).config
-        if dry_run:
-            _dry_run(config, named, resume)
-            return
-        _require_data(config, named)
-        if resume is None:
-            RunFolder.require_free(config)  # before the data are read
-        require_secrets(config.model_dump(mode="json"), named, "as section.key=value")  # a run's config.yaml, perhaps
-        with _page(Path(config.run.dir or resume or "runs/run")) if ui else nullcontext():
-            _train(config, resume, quiet)
+    changes = list(overrides or ())
+    if resume is not None and recipe is not None and is_setting(recipe):
+        changes, recipe = [recipe, *changes], None  # no recipe: it is the first of the overrides
+    named = existing_recipe(recipe) if recipe is not None else None
+    config = _config(named, changes, resume)
+    named = named or RunFolder(resume or Path()).config
+    if dry_run:
+        _dry_run(config, named, resume)
+        return
+    _require_data(config, named)
+    if resume is None:
+        RunFolder.require_free(config)  # before the data are read
+    require_secrets(config.model_dump(mode="json"), named, "as section.key=value")  # a run's config.yaml, perhaps
+    with _page(Path(config.run.dir or resume or "runs/run")) if ui else nullcontext():
+        _train(config, resume, quiet)
 
 
 def _config(recipe: Path | None, overrides: list[str], resume: Path | None) -> Config:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug
 from dapo.commands.shared.output import columns, print_lines
 from dapo.errors import UserError
 
@@ -22,7 +20,6 @@ def votes(
         Path | None,
         typer.Option(metavar="FILE", help="Write preference pairs (prompt, chosen, rejected) there, as JSON lines."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Say which of a run's models people prefer, by the votes that were cast in dapo ui. Of a file of
     dapo serve --live, the responses with a thumb up and those with a thumb down become pairs, and
@@ -30,26 +27,25 @@ def votes(
 
     The interval is of 95%, over the votes that found one answer better than the other.
     """
-    with errors_for_people(debug):
-        from dapo.evaluation.votes import live_pairs, preference_pairs, read_votes, tallies, write_pairs
-        from dapo.observe.run_view import RunView
+    from dapo.evaluation.votes import live_pairs, preference_pairs, read_votes, tallies, write_pairs
+    from dapo.observe.run_view import RunView
 
-        if run.is_file():
-            pairs = list(live_pairs(run))
-            print(f"{len(pairs)} pairs of thumbs and edits" + (f" in {output}" if output else ""))
-            if output is not None:
-                write_pairs(pairs, output)
-            return
-        root = RunView.read(run).folder.root
-        found = read_votes(root)
-        if not found:
-            raise UserError(f"{run}: there are no votes; dapo ui offers blind comparisons, which make them")
-        told = tallies(found)
-        header = ["second against first", "first", "second", "tie", "both bad", "second preferred", "95% interval"]
-        print_lines(columns(header, [_row(tally) for tally in told]))
-        print_lines(f"{tally.models[1]} against {tally.models[0]}: {tally.verdict}" for tally in told)
+    if run.is_file():
+        pairs = list(live_pairs(run))
+        print(f"{len(pairs)} pairs of thumbs and edits" + (f" in {output}" if output else ""))
         if output is not None:
-            print(f"{write_pairs(list(preference_pairs(found)), output)} pairs of {len(found)} votes in {output}")
+            write_pairs(pairs, output)
+        return
+    root = RunView.read(run).folder.root
+    found = read_votes(root)
+    if not found:
+        raise UserError(f"{run}: there are no votes; dapo ui offers blind comparisons, which make them")
+    told = tallies(found)
+    header = ["second against first", "first", "second", "tie", "both bad", "second preferred", "95% interval"]
+    print_lines(columns(header, [_row(tally) for tally in told]))
+    print_lines(f"{tally.models[1]} against {tally.models[0]}: {tally.verdict}" for tally in told)
+    if output is not None:
+        print(f"{write_pairs(list(preference_pairs(found)), output)} pairs of {len(found)} votes in {output}")
 
 
 def _row(tally: Tally) -> list[str]:

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeVar, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from dapo.config.reward import Plain, PlainReward, RewardBase
 from dapo.config.secrets import is_secret
-from dapo.config.section import Problems, Section
+from dapo.config.section import Section
 
 Kind = TypeVar("Kind", bound=RewardBase)
 
@@ -72,12 +72,8 @@ class ComposeReward(RewardBase):
     def rewards(self) -> dict[str, PlainReward]:
         return {name: part.reward for name, part in self.parts.items() if part.reward is not None}
 
-    @model_validator(mode="after")
-    def _parts_fit_together(self) -> ComposeReward:
-        problems = [*_broken_names(self), *_broken_links(self), *_without_effect(self)]
-        if problems:
-            raise Problems(*problems)
-        return self
+    def problems(self) -> Iterator[str]:
+        yield from (*_broken_names(self), *_broken_links(self), *_without_effect(self))
 
 
 RewardConfig = Annotated[Plain | ComposeReward, Field(discriminator="kind")]

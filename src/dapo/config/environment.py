@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from dapo.config.section import Named, OneOf, PathText, Problems, Section
+from dapo.config.section import Named, OneOf, PathText, Section
 
 BUILT_IN = ("python",)
 
@@ -34,11 +35,9 @@ class EnvironmentConfig(Section):
     credit: Literal["outcome", "turn"] = "outcome"
     """What a turn is given credit for: `outcome`, the reward of the episode; `turn`, rewards from this turn on."""
 
-    @model_validator(mode="after")
-    def _one_of_them(self) -> EnvironmentConfig:
+    def problems(self) -> Iterator[str]:
         if self.name and self.agent:
-            raise Problems("agent: goes without environment.name, as each of them plays the episode; leave one out")
-        return self
+            yield "agent: goes without environment.name, as each of them plays the episode; leave one out"
 
     @property
     def on(self) -> bool:

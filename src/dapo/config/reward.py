@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from dapo.config.section import JsonMapping, PathText, Problems, Section, check_address
+from dapo.config.section import JsonMapping, PathText, Section, check_address
 
 FIELD = re.compile(r"\$(?:(?:item|prompt|response|answer|finish_reason|prompt_end)\b|meta\b(?:\.\w+)*)")
 """A field of a response in the template of a request to a server."""
@@ -158,14 +158,12 @@ class ModelReward(RewardBase):
     timeout_s: float = Field(60.0, gt=0)
     """Longest time for one batch; then its scores have failed."""
 
-    @model_validator(mode="after")
-    def _longest_text_fits(self) -> ModelReward:
+    def problems(self) -> Iterator[str]:
         if self.max_length > self.tokens_per_batch:
-            raise Problems(
+            yield (
                 f"tokens_per_batch: {self.tokens_per_batch} cannot hold one text of max_length={self.max_length}; "
                 f"use {self.max_length} or more"
             )
-        return self
 
 
 class RemoteReward(RewardBase):
@@ -223,16 +221,14 @@ class JudgeReward(RemoteReward):
     timeout_s: float = Field(120.0, gt=0)
     """Longest time for one question; after it the question is asked again."""
 
-    @model_validator(mode="after")
-    def _grades_are_on_the_scale(self) -> JudgeReward:
+    def problems(self) -> Iterator[str]:
         low, high = self.scale
         if low >= high:
-            raise Problems(f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]")
-        if self.correct_at is not None and not low <= self.correct_at <= high:
-            raise Problems(
+            yield f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]"
+        elif self.correct_at is not None and not low <= self.correct_at <= high:
+            yield (
                 f"correct_at: {self.correct_at:g} is not on the scale; use a grade from {low:g} to {high:g}, or null"
             )
-        return self
 
 
 class ServerReward(RemoteReward):
@@ -258,14 +254,12 @@ class HttpReward(RemoteReward):
     """Where the reward stands in a result: a number, a bool or a dict as a reward function returns; empty: the result
     itself."""
 
-    @model_validator(mode="after")
-    def _holds_a_batch(self) -> HttpReward:
+    def problems(self) -> Iterator[str]:
         if self.responses_per_call > 1 and not all(in_list for _, in_list in fields_of(self.request)):
-            raise Problems(
+            yield (
                 "request: fields outside of a list make it a request for one response; set responses_per_call=1 or "
                 'put what is said of each response into a list, as in {"items": ["$item"]}'
             )
-        return self
 
 
 class KServeReward(RemoteReward):

@@ -7,7 +7,7 @@ import os
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
@@ -79,6 +79,16 @@ class Section(BaseModel):
     """A part of the tree: immutable, and closed to keys it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with its keys taken together, each as in :class:`Problems`."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        if problems := [*self.problems()]:
+            raise Problems(*problems)
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -5,11 +5,11 @@ They are the tree of a run with the sections that a stage has. ``stage`` says wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from yaml import YAMLError
 
 from dapo.config.common import HeldOutConfig, OptimizerConfig
@@ -18,7 +18,7 @@ from dapo.config.messages import build_tree
 from dapo.config.plan import existing_recipe, name_run_folder
 from dapo.config.reading import file_beside, items_beside, load_yaml, read_recipe, with_values
 from dapo.config.runtime import RuntimeConfig
-from dapo.config.section import Problems, Section
+from dapo.config.section import Section
 from dapo.config.sections import ModelConfig, RunConfig
 from dapo.errors import ConfigError
 from dapo.util.files import read_text
@@ -34,11 +34,9 @@ class StageTraining(OptimizerConfig):
     learning_rate: float = Field(1e-5, gt=0)
     """AdamW, after the warm-up."""
 
-    @model_validator(mode="after")
-    def _steps_or_epochs(self) -> StageTraining:
+    def problems(self) -> Iterator[str]:
         if self.steps is not None and self.epochs is not None:
-            raise Problems(f"epochs: is {self.epochs:g}, and steps is {self.steps}; give one of the two")
-        return self
+            yield f"epochs: is {self.epochs:g}, and steps is {self.steps}; give one of the two"
 
 
 class StageData(Section):
@@ -103,12 +101,10 @@ class DPOSection(Section):
     nll: float = Field(0.0, ge=0)
     """Weight of the NLL of the chosen responses on top of the loss: it keeps their probability from falling."""
 
-    @model_validator(mode="after")
-    def _of_its_loss(self) -> DPOSection:
+    def problems(self) -> Iterator[str]:
         for key, loss in (("label_smoothing", "sigmoid"), ("gamma", "simpo")):
             if getattr(self, key) and self.loss != loss:
-                raise Problems(f"{key}: is for loss={loss}, and loss is {self.loss}; leave it out")
-        return self
+                yield f"{key}: is for loss={loss}, and loss is {self.loss}; leave it out"
 
 
 class RewardModelSection(Section):
@@ -133,17 +129,15 @@ class StageConfig(Section):
     training: StageTraining = StageTraining()
     data: Any = None
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> StageConfig:
+    def problems(self) -> Iterator[str]:
         budget, longest = self.training.tokens_per_micro_batch, self.data.max_length
         if budget < longest:
-            raise Problems(
+            yield (
                 f"training.tokens_per_micro_batch: is {budget}, but a row may have {longest} tokens "
                 f"(data.max_length); use at least {longest}"
             )
         if self.runtime.kind != "local":
-            raise Problems(f"runtime.kind: is {self.runtime.kind}, but a stage runs in one process; use local")
-        return self
+            yield f"runtime.kind: is {self.runtime.kind}, but a stage runs in one process; use local"
 
 
 class SFTConfig(StageConfig):
@@ -171,11 +165,10 @@ class RewardModelConfig(StageConfig):
     data: RewardModelData = RewardModelData()
     reward_model: RewardModelSection = RewardModelSection()
 
-    @model_validator(mode="after")
-    def _can_be_trained(self) -> RewardModelConfig:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.reward_model.centring and self.reward_model.loss != "preference":
-            raise Problems("reward_model.centring: is for loss=preference, and loss is outcome; leave it out")
-        return self
+            yield "reward_model.centring: is for loss=preference, and loss is outcome; leave it out"
 
 
 STAGES: Mapping[str, type[StageConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig}

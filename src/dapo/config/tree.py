@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sized
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from dapo.config import sections
 from dapo.config.algorithm import AlgorithmConfig
@@ -16,7 +16,7 @@ from dapo.config.environment import EnvironmentConfig
 from dapo.config.placement import conflicts_of_placement
 from dapo.config.reward import MathReward
 from dapo.config.runtime import RuntimeConfig
-from dapo.config.section import Problems, Section
+from dapo.config.section import Section
 from dapo.util.escapes import eaten_in
 
 
@@ -42,12 +42,8 @@ class Config(Section):
     def _math_unless_said(cls, value: Any) -> Any:
         return {"kind": "math"} | value if isinstance(value, dict) else value
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Config:
-        problems = list(conflicts(self))
-        if problems:
-            raise Problems(*problems)
-        return self
+    def problems(self) -> Iterator[str]:
+        return conflicts(self)
 
     @property
     def proximal(self) -> Literal["engine", "recompute", "interpolate"]:

@@ -50,8 +50,8 @@ class TextTable(Table):
             data = self._bytes.read(start, other - start) if self._array else self._bytes.line(start)
         except OSError as error:
             raise DataError(f"{self.place(number)}: cannot be read: {error.strerror or error}") from None
-        except _Changed:
-            raise DataError(f"{self.name}: the file was changed while it was in use; start again") from None
+        except _Unreadable as error:
+            raise DataError(f"{self.name}:{error}") from None
         try:
             return parse_json(data.removeprefix(_BOM) if start == 0 else data)
         except BadRow as fault:
@@ -95,13 +95,9 @@ def open_text(path: Path, name: str) -> TextTable:
         table = _open(path, name)
     except FileNotFoundError:
         raise DataError(f"{name}: no such file") from None
-    except _Changed:
-        raise DataError(f"{name}: the file was changed while it was read") from None
-    except _Damaged as error:
-        raise DataError(f"{name}: cannot be read: {error}") from None
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {error.strerror or error}") from None
-    except _BrokenArray as error:
+    except _Unreadable as error:
         raise DataError(f"{name}:{error}") from None
     if not len(table):
         raise DataError(f"{name}: the file has no rows")
@@ -157,12 +153,8 @@ def _facts(index_bytes: int, sha256: str, array: bool) -> dict[str, Any]:
 # --- bytes, wherever they are -------------------------------------------------------------------------------------
 
 
-class _Changed(Exception):
-    pass
-
-
-class _Damaged(Exception):
-    pass
+class _Unreadable(Exception):
+    """Why, as it stands behind the name of the file and a colon."""
 
 
 class _Bytes:
@@ -187,9 +179,9 @@ class _Bytes:
         yield from _plain_chunks(self._file)
 
     def check(self) -> None:
-        """Raises _Changed: it was written to."""
+        """Raises _Unreadable: it was written to."""
         if self._now() != self._stat:
-            raise _Changed
+            raise _Unreadable(" the file was changed while it was in use; start again")
 
     def _now(self) -> tuple[int, int] | None:
         if isinstance(self._file, BytesIO):
@@ -203,13 +195,13 @@ class _Bytes:
 
 
 def _chunks_of(path: Path) -> Iterator[bytes]:
-    """The content, decompressed. Raises _Damaged: it is not what its name says, or not whole; DataError: a package is
-    missing."""
+    """The content, decompressed. Raises _Unreadable: it is not what its name says, or not whole; DataError: a package
+    is missing."""
     with path.open("rb") as file:
         try:
             yield from _OPENERS.get(path.suffix, _plain_chunks)(file)
         except (OSError, EOFError, zlib.error) as error:
-            raise _Damaged(getattr(error, "strerror", None) or str(error)) from None
+            raise _Unreadable(f" cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _plain_chunks(source: Any) -> Iterator[bytes]:
@@ -279,10 +271,6 @@ def _line(block: bytes, starts: Any, k: int) -> bytes:
     return block[starts[k] : starts[k + 1] if k + 1 < len(starts) else None]
 
 
-class _BrokenArray(Exception):
-    pass
-
-
 def _is_array(path: Path, content: _Bytes) -> bool:
     """Only files named .json can be arrays: in .jsonl a line that begins with a bracket is a row that is wrong."""
     inner = path.with_suffix("") if path.suffix in _OPENERS else path
@@ -317,9 +305,9 @@ def _index_array(data: bytes) -> Iterator[bytes]:
     yield np.array(entries, dtype="<u8").tobytes()
 
 
-def _broken(text: str, place: int, reason: str) -> _BrokenArray:
+def _broken(text: str, place: int, reason: str) -> _Unreadable:
     cut = "; the file seems to be cut off" if place >= len(text.rstrip()) or reason.startswith("Unterminated") else ""
-    return _BrokenArray(f"{text.count(chr(10), 0, place) + 1}: not valid JSON: {reason}{cut}")
+    return _Unreadable(f"{text.count(chr(10), 0, place) + 1}: not valid JSON: {reason}{cut}")
 
 
 def _skip(text: str, place: int) -> int:

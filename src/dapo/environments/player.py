@@ -23,7 +23,6 @@ from dapo.environments.worker import environment_class
 from dapo.errors import ConfigError, extra
 from dapo.records import Prompt, Reward, Sample
 from dapo.reward.contract import Scorer
-from dapo.reward.convert import reward_from_json
 from dapo.reward.pool import ScoringFailed, Session, WorkerPool
 from dapo.util.user_code import load_named
 
@@ -115,7 +114,7 @@ class Player:
             episode.ended = "died"
             return Played(episode, Reward(None, 0.0, error=f"environment: {why}"))
         reward = found.get("reward")
-        return Played(episode, reward_from_json(reward) if reward else None)
+        return Played(episode, Reward(**reward) if reward else None)
 
     async def _turns(self, session: Session, episode: Episode, row: Any, messages: list[dict[str, Any]]) -> str:
         """Play with an environment until it or the model comes to an end. ``messages`` grow."""

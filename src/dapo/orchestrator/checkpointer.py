@@ -37,11 +37,9 @@ class Stateful(Protocol):
 
     def state(self) -> Mapping[str, Any]:
         """As it is now."""
-        ...
 
     def load_state(self, state: Any, /) -> None:
         """Go on from :meth:`state`."""
-        ...
 
 
 class Checkpointer:

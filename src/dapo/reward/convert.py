@@ -132,7 +132,3 @@ def reward_to_json(reward: Reward) -> dict[str, Any]:
         "error": reward.error,
         "extracted": reward.extracted,
     }
-
-
-def reward_from_json(data: Mapping[str, Any]) -> Reward:
-    return Reward(data["correct"], data["value"], data["parts"], data["error"], data["extracted"])

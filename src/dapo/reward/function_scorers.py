@@ -18,7 +18,6 @@ from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher, begin
 from dapo.reward.contract import Scorer, fields
-from dapo.reward.convert import reward_from_json
 from dapo.reward.function import ASYNC_AT_ONCE, BoundFunction
 from dapo.reward.pool import PooledScorer, ScoringFailed, WorkerPool
 from dapo.reward.registry import declaration
@@ -86,7 +85,7 @@ class FunctionScorer(PooledScorer):
         reply = await self._run({"items": items})
         if "raised" in reply:
             raise ScoringFailed(reply["raised"])
-        return [reward_from_json(reward) for reward in reply["rewards"]]
+        return [Reward(**reward) for reward in reply["rewards"]]
 
     async def _run(self, message: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -99,11 +98,11 @@ class CallableScorer(Scorer):
     """A Python function passed through the API, called in this process.
 
     A sync function runs in a thread, an async one on the event loop. Neither can be killed: a call that exceeds
-    ``timeout_s`` is reported and left behind, even if it ignores its cancellation. ``concurrency``: calls at once; by
-    default 1 for a sync function, which need not be thread-safe, 64 for an async one, 4 if that is batched.
+    ``timeout_s`` is reported and left behind, even if it ignores its cancellation. Calls at once: 1 of a sync function,
+    which need not be thread-safe, 64 of an async one, 4 if that is batched.
     """
 
-    def __init__(self, function: Callable[..., Any], timeout_s: float = 10.0, concurrency: int | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], timeout_s: float = 10.0) -> None:
         if not callable(function):
             raise RewardError(f"reward: expected a function, got {type(function).__name__} {function!r}")
         declared = declaration(function)
@@ -111,8 +110,7 @@ class CallableScorer(Scorer):
         self._bound = BoundFunction(function, declared.name if declared else own_name)
         self._timeout_s = timeout_s
         size = self._bound.responses_per_call
-        if concurrency is None:
-            concurrency = (_ASYNC_BATCHES if size else ASYNC_AT_ONCE) if self._bound.is_async else 1
+        concurrency = (_ASYNC_BATCHES if size else ASYNC_AT_ONCE) if self._bound.is_async else 1
         self._free = asyncio.Semaphore(concurrency)
         self._batcher: Batcher[_Item, Reward] | None = None
         if size is not None:

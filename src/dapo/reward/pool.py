@@ -19,7 +19,6 @@ from dapo.errors import RewardError
 from dapo.records import Reward
 from dapo.reward.batching import begin
 from dapo.reward.contract import Scorer
-from dapo.reward.convert import reward_from_json
 from dapo.reward.worker import HEADER, children_of, encode, processor_s
 
 _START_TIMEOUT_S = 120.0  # for the imports of a worker on a busy machine
@@ -318,6 +317,6 @@ class PooledScorer(Scorer):
 
     async def _score(self, item: dict[str, Any]) -> Reward:
         try:
-            return reward_from_json(await self._pool.run(item))
+            return Reward(**await self._pool.run(item))
         except ScoringFailed as error:
             return Reward(None, 0.0, error=str(error))

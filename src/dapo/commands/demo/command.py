@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Overrides, Quiet
+from dapo.commands.shared.options import Overrides, Quiet
 from dapo.commands.train import stopped_by_signals
 from dapo.util.terminal import Terminal
 
 
-def demo(overrides: Overrides = None, quiet: Quiet = False, debug: Debug = False) -> None:
+def demo(overrides: Overrides = None, quiet: Quiet = False) -> None:
     """See a small model, made from nothing, learn to think on the CPU in a few minutes. Needs no download.
 
     SECTION.KEY=VALUE are keys of its recipe, cpu-demo, such as seed=7. Everything goes to runs/cpu-demo; an earlier run
     is kept under another name.
     """
-    with errors_for_people(debug, output_is_result=False):
-        from dapo.observe.progress import make_listener
+    from dapo.observe.progress import make_listener
 
-        console = Terminal()
-        with closing(make_listener(quiet, console)) as listener:
-            listener.phase("loading")
-            from dapo.commands.demo.run import run_demo
+    console = Terminal()
+    with closing(make_listener(quiet, console)) as listener:
+        listener.phase("loading")
+        from dapo.commands.demo.run import run_demo
 
-            with stopped_by_signals() as shutdown:
-                run_demo(overrides or [], listener, None if quiet else console, shutdown)
+        with stopped_by_signals() as shutdown:
+            run_demo(overrides or [], listener, None if quiet else console, shutdown)

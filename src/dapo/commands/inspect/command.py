@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, step_range
+from dapo.commands.shared.options import AsJson, step_range
 from dapo.commands.shared.output import print_json, print_lines, terminal_width
 from dapo.errors import ConfigError, UserError
 from dapo.util.terminal import Terminal, counted, visible
@@ -64,32 +63,30 @@ def inspect(
     full: Annotated[bool, _sample_option("--full", help="Do not cut long texts.")] = False,
     table: Annotated[bool, _sample_option("--table", help="A line for each.")] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Show what a run did: its state, metrics, evaluations and checkpoints, or its samples.
 
     Works while the run is at work, and on one that was killed. If RUN is a folder that holds runs, they are listed.
     """
-    with errors_for_people(debug):
-        from dapo.commands.inspect.sample_report import statuses
-        from dapo.observe.run_view import RunView, is_run, runs_in
-        from dapo.observe.samples import SampleFilter
+    from dapo.commands.inspect.sample_report import statuses
+    from dapo.observe.run_view import RunView, is_run, runs_in
+    from dapo.observe.samples import SampleFilter
 
-        right = None if correct is None else correct is _Correct.true
-        wanted = SampleFilter(statuses(status), right, longer_than, truncated, row, draw, index, contains)
-        asks_for_samples = samples or wanted != SampleFilter() or sort or full or table
-        if asks_for_samples and metrics is not None:
-            raise ConfigError("--metrics: cannot be shown together with samples; ask for one of them at a time")
-        span = step_range(steps)
-        if not is_run(run) and (found := runs_in(run)):
-            _runs(found, as_json)
-        elif asks_for_samples:
-            shown_as = "json" if as_json else "table" if table else "full" if full else "cut"
-            _samples(RunView.read(run), span, wanted, sort and sort.name, limit, shown_as)
-        elif metrics is not None:
-            _metrics(RunView.read(run), metrics, span, as_json)
-        else:
-            _overview(RunView.read(run), span, as_json)
+    right = None if correct is None else correct is _Correct.true
+    wanted = SampleFilter(statuses(status), right, longer_than, truncated, row, draw, index, contains)
+    asks_for_samples = samples or wanted != SampleFilter() or sort or full or table
+    if asks_for_samples and metrics is not None:
+        raise ConfigError("--metrics: cannot be shown together with samples; ask for one of them at a time")
+    span = step_range(steps)
+    if not is_run(run) and (found := runs_in(run)):
+        _runs(found, as_json)
+    elif asks_for_samples:
+        shown_as = "json" if as_json else "table" if table else "full" if full else "cut"
+        _samples(RunView.read(run), span, wanted, sort and sort.name, limit, shown_as)
+    elif metrics is not None:
+        _metrics(RunView.read(run), metrics, span, as_json)
+    else:
+        _overview(RunView.read(run), span, as_json)
 
 
 def _runs(folders: Iterable[Path], as_json: bool) -> None:

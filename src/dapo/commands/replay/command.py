@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, Run
+from dapo.commands.shared.options import AsJson, Run
 from dapo.commands.shared.output import columns, print_json, print_lines, status_line, terminal_width
 from dapo.errors import ConfigError
 
@@ -34,33 +33,31 @@ def replay(
         bool, typer.Option("--rewards/--no-rewards", help="Score the samples again, which may call a judge.")
     ] = True,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Make a rollout step of RUN again from what was stored of it, and compare with what was recorded.
 
     Exit code 0 if nothing differs, 1 if something does. What could not be made again is named and does not count.
     """
-    with errors_for_people(debug):
-        wanted = _sample(sample)
-        from dapo.observe.run_view import RunView
-        from dapo.util.files import plain
+    wanted = _sample(sample)
+    from dapo.observe.run_view import RunView
+    from dapo.util.files import plain
 
-        there = RunView.read(run).steps_with_samples  # before torch is loaded: the folder may be a wrong one
-        with status_line(as_json, "loading") as progress:
-            from dapo.commands.replay.replay import replay as make_again
+    there = RunView.read(run).steps_with_samples  # before torch is loaded: the folder may be a wrong one
+    with status_line(as_json, "loading") as progress:
+        from dapo.commands.replay.replay import replay as make_again
 
-            last = there[-1] if there else 1
-            found = make_again(run, last if step is None else step, wanted, rewards, progress)
-        if as_json:
-            print_json(plain(found.as_json()))
-        else:
-            if found.sample is not None:
-                _print_tokens(found.sample)
-                print()
-            print_lines(report(found))
-            print(verdict(found))
-        if found.differences:
-            raise typer.Exit(1)
+        last = there[-1] if there else 1
+        found = make_again(run, last if step is None else step, wanted, rewards, progress)
+    if as_json:
+        print_json(plain(found.as_json()))
+    else:
+        if found.sample is not None:
+            _print_tokens(found.sample)
+            print()
+        print_lines(report(found))
+        print(verdict(found))
+    if found.differences:
+        raise typer.Exit(1)
 
 
 def _sample(text: str | None) -> tuple[int, int] | None:

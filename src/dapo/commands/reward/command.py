@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import Debug, JsonFile, Run, files_and_settings, step_range
+from dapo.commands.shared.errors import EXIT_CODES, for_people
+from dapo.commands.shared.options import JsonFile, Run, files_and_settings, step_range
 from dapo.commands.shared.output import print_lines, require_writable, status_line, write_results
 from dapo.errors import ConfigError
 from dapo.util.terminal import counted, warn
@@ -28,6 +28,7 @@ _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress a
 
 
 @app.command(epilog=EXIT_CODES)
+@for_people
 def check(
     reward: Annotated[
         str,
@@ -46,45 +47,42 @@ def check(
     ] = 1e-9,
     output: JsonFile = None,
     quiet: _Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Score labelled cases and print every disagreement; exit code 0 only if all agree, 1 if not.
 
     A case is {"gold": "4", "response": "It is 4.", "expected": true}, where expected may be false or a number, too; or,
     for code, {"solution": "...", "tests": [...], "expected": "pass"}, or fail, timeout, error.
     """
-    with errors_for_people(debug):
-        from dapo.commands.reward.report import disagreement
-        from dapo.config import load_reward
-        from dapo.reward.check import check_cases, read_cases
+    from dapo.commands.reward.report import disagreement
+    from dapo.config import load_reward
+    from dapo.reward.check import check_cases, read_cases
 
-        files, overrides = files_and_settings(words)
-        if not files:
-            raise ConfigError("no files are named; give FILES of labelled cases: dapo reward check math FILE.jsonl")
-        config = load_reward(reward, overrides)
-        cases = read_cases(files, config)
-        if output is not None:
-            require_writable("--json", output, files)
-        started = time.perf_counter()
-        with status_line(quiet, "starting") as progress:
-            checked = asyncio.run(
-                check_cases(cases, config, tolerance, lambda done: progress(f"{done:,} of {len(cases):,} cases"))
-            )
-        seconds = time.perf_counter() - started
-        agreed = sum(one.agrees for one in checked)
-        for one in checked:
-            if not one.agrees:
-                print_lines([*disagreement(one), ""])
-        if output is not None:
-            found = {"reward": _told(config), "cases": len(cases), "agree": agreed, "seconds": round(seconds, 3)}
-            write_results(output, {**found, "verdicts": [one.as_json() for one in checked]})
-        _print_speed(quiet, len(cases), "case", seconds)
-        print(f"agree {agreed} of {len(cases)}")
-        if agreed < len(cases):
-            raise typer.Exit(1)
+    files, overrides = files_and_settings(words)
+    if not files:
+        raise ConfigError("no files are named; give FILES of labelled cases: dapo reward check math FILE.jsonl")
+    config = load_reward(reward, overrides)
+    cases = read_cases(files, config)
+    require_writable("--json", output, files)
+    started = time.perf_counter()
+    with status_line(quiet, "starting") as progress:
+        checked = asyncio.run(
+            check_cases(cases, config, tolerance, lambda done: progress(f"{done:,} of {len(cases):,} cases"))
+        )
+    seconds = time.perf_counter() - started
+    agreed = sum(one.agrees for one in checked)
+    for one in checked:
+        if not one.agrees:
+            print_lines([*disagreement(one), ""])
+    found = {"reward": _told(config), "cases": len(cases), "agree": agreed, "seconds": round(seconds, 3)}
+    write_results(output, {**found, "verdicts": [one.as_json() for one in checked]})
+    _print_speed(quiet, len(cases), "case", seconds)
+    print(f"agree {agreed} of {len(cases)}")
+    if agreed < len(cases):
+        raise typer.Exit(1)
 
 
 @app.command(epilog=EXIT_CODES)
+@for_people
 def score(
     run: Run,
     words: _Keys = None,
@@ -99,52 +97,48 @@ def score(
     examples: Annotated[int, typer.Option(min=0, help="Show at most so many samples that changed.")] = 6,
     output: JsonFile = None,
     quiet: _Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Score the stored samples of RUN again with another reward, and show what changes. RUN itself stays as it is.
 
     With the run's own reward it shows whether its verdicts can be reproduced.
     """
-    with errors_for_people(debug):
-        from dapo.commands.reward.report import Summary
-        from dapo.commands.reward.rescore import StepChange, StoredRows, rescore
-        from dapo.config import load_config
-        from dapo.observe.run_view import RunView
-        from dapo.observe.sample_query import steps_asked_for
+    from dapo.commands.reward.report import Summary
+    from dapo.commands.reward.rescore import StepChange, StoredRows, rescore
+    from dapo.config import load_config
+    from dapo.observe.run_view import RunView
+    from dapo.observe.sample_query import steps_asked_for
 
-        files, overrides = files_and_settings(words)
-        if files:
-            raise ConfigError(f"{files[0]}: expected reward.key=value; the reward is named by --reward")
-        view = RunView.read(run)
-        wanted = steps_asked_for(view, (0, 10**9) if steps == "all" else step_range(steps) or (0, 0))
-        config = load_config(view.folder.config)
-        chosen = _chosen(view, config, reward, overrides)
+    files, overrides = files_and_settings(words)
+    if files:
+        raise ConfigError(f"{files[0]}: expected reward.key=value; the reward is named by --reward")
+    view = RunView.read(run)
+    wanted = steps_asked_for(view, (0, 10**9) if steps == "all" else step_range(steps) or (0, 0))
+    config = load_config(view.folder.config)
+    chosen = _chosen(view, config, reward, overrides)
+    require_writable("--json", output, [view.folder.config])
+    rows = StoredRows(config, chosen, warn)
+    summary = Summary(examples)
+    told: list[dict[str, Any]] = []
+
+    def hear(change: StepChange) -> None:
+        summary.add(change)
         if output is not None:
-            require_writable("--json", output, [view.folder.config])
-        rows = StoredRows(config, chosen, warn)
-        summary = Summary(examples)
-        told: list[dict[str, Any]] = []
+            told.append(change.as_json())
 
-        def hear(change: StepChange) -> None:
-            summary.add(change)
-            if output is not None:
-                told.append(change.as_json())
+    started, numbers = time.perf_counter(), count(1)
+    with status_line(quiet, "starting") as progress:
 
-        started, numbers = time.perf_counter(), count(1)
-        with status_line(quiet, "starting") as progress:
+        def advance(step: int) -> None:
+            progress(f"step {step}, {next(numbers):,} samples")
 
-            def advance(step: int) -> None:
-                progress(f"step {step}, {next(numbers):,} samples")
-
-            asyncio.run(rescore(view.folder, wanted, chosen, config, rows, hear, advance))
-        seconds = time.perf_counter() - started
-        print(f"{run}: reward {config.reward.kind}, scored again with {reward or 'its own'} ({chosen.kind})\n")
-        print_lines(summary.lines())
-        if output is not None:
-            found = {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3)}
-            write_results(output, {**found, "steps": told})
-        _print_speed(quiet, next(numbers) - 1, "sample", seconds)
-        print(summary.verdict())
+        asyncio.run(rescore(view.folder, wanted, chosen, config, rows, hear, advance))
+    seconds = time.perf_counter() - started
+    print(f"{run}: reward {config.reward.kind}, scored again with {reward or 'its own'} ({chosen.kind})\n")
+    print_lines(summary.lines())
+    found = {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3)}
+    write_results(output, {**found, "steps": told})
+    _print_speed(quiet, next(numbers) - 1, "sample", seconds)
+    print(summary.verdict())
 
 
 def _chosen(view: RunView, config: Config, reward: str | None, overrides: Sequence[str]) -> RewardConfig:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -74,6 +77,22 @@ def errors_for_people(debug: bool, output_is_result: bool = True) -> Iterator[No
             + ("Please report it with the traceback above." if debug else "Use --debug for the traceback.")
         )
         raise typer.Exit(70) from None
+
+
+def for_people(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with an option ``--debug``; what goes wrong in it is told. Its output is its result, unless it makes
+    runs."""
+    signature = inspect.signature(command, eval_str=True)
+    told = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
+    debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=told)
+
+    @functools.wraps(command)
+    def telling(debug: bool, **given: Any) -> None:
+        with errors_for_people(debug, given.get("dry_run", command.__name__ not in ("demo", "compare"))):
+            command(**given)
+
+    telling.__signature__ = signature.replace(parameters=[*signature.parameters.values(), debug])  # type: ignore[attr-defined]
+    return telling
 
 
 def complain(message: str) -> None:

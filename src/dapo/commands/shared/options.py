@@ -53,10 +53,13 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="End a response with this text, which belongs to it; may be given again."),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as model.compute_dtype=bfloat16."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs, as JSON.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
 
 class OfRecipe(TyperCommand):

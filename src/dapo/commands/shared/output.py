@@ -79,9 +79,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def require_writable(option: str, output: Path, inputs: Iterable[str | Path] = ()) -> None:
+def require_writable(option: str, output: Path | None, inputs: Iterable[str | Path] = ()) -> None:
     """Make the folder of the output of an option, and try to write there; better said before an hour of work.
     Raises UserError: that cannot be done; ConfigError: it is one of the ``inputs``, which are read."""
+    if output is None:
+        return
     if any(output.resolve() == Path(one).resolve() for one in inputs):
         raise ConfigError(f"{option}: {str(output)!r} is one of the files to be read; name another file")
     try:
@@ -95,10 +97,11 @@ def require_writable(option: str, output: Path, inputs: Iterable[str | Path] = (
         raise UserError(f"{option}: cannot write to {str(output)!r}: {error.strerror or error}") from None
 
 
-def write_results(output: Path, found: Mapping[str, Any]) -> None:
-    """Write what was found, and by which command, to the file of ``--json``. Raises UserError if that fails."""
+def write_results(output: Path | None, found: Mapping[str, Any]) -> None:
+    """Write what was found, and by which command, to the file of ``--json``, if any. Raises UserError if that fails."""
     from dapo.config.secrets import redact_command
     from dapo.util.files import write_json, writing
 
-    with writing(output):
-        write_json(output, {"command": redact_command(sys.argv), **found})
+    if output is not None:
+        with writing(output):
+            write_json(output, {"command": redact_command(sys.argv), **found})

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Host, Quiet
+from dapo.commands.shared.options import Host, Quiet
 from dapo.errors import ConfigError, install
 
 _NEEDS = ("duckdb", "fastapi", "uvicorn")
@@ -34,24 +33,22 @@ def ui(
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address, as with a token.")] = False,
     quiet: Quiet = False,
-    debug: Debug = False,
 ) -> None:
     """Show runs in the browser: curves, samples, alarms, time, live while they train. Ctrl-C ends it."""
-    with errors_for_people(debug):
-        require_ui("dapo ui")
-        from dapo.commands.ui.runs import check_folders
-        from dapo.commands.ui.serving import PORTS, address_of, open_browser, serve, token_for
-        from dapo.util.serving import listening_socket
+    require_ui("dapo ui")
+    from dapo.commands.ui.runs import check_folders
+    from dapo.commands.ui.serving import PORTS, address_of, open_browser, serve, token_for
+    from dapo.util.serving import listening_socket
 
-        check_folders(folders)
-        wanted = token_for(host, token)
-        listening = listening_socket(host, PORTS if port is None else [port])
-        address = address_of(listening, wanted)
-        print(address if quiet else f"the page is at {address} (Ctrl-C ends it)", flush=True)
-        if not no_browser and wanted is None:  # other accounts see a browser's command line, and the token in it
-            open_browser(address)
-        with contextlib.suppress(KeyboardInterrupt):  # no error: it is how the page is ended
-            serve(folders, listening, wanted)
+    check_folders(folders)
+    wanted = token_for(host, token)
+    listening = listening_socket(host, PORTS if port is None else [port])
+    address = address_of(listening, wanted)
+    print(address if quiet else f"the page is at {address} (Ctrl-C ends it)", flush=True)
+    if not no_browser and wanted is None:  # other accounts see a browser's command line, and the token in it
+        open_browser(address)
+    with contextlib.suppress(KeyboardInterrupt):  # no error: it is how the page is ended
+        serve(folders, listening, wanted)
 
 
 def require_ui(what: str) -> None:

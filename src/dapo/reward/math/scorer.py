@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dapo.config import MathReward
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Doubt, reference
-from dapo.reward.convert import out_of_time, reward_from_json
+from dapo.reward.convert import out_of_time
 from dapo.reward.math import CPU_LIMIT_S
 from dapo.reward.pool import OutOfTime, PooledScorer, ScoringFailed, WorkerPool
 from dapo.reward.thinking import behind
@@ -34,7 +34,7 @@ class MathScorer(PooledScorer):
         response to blame, which is wrong; one that did not get to run has none."""
         item = {"response": behind(prompt.end, response), "answer": reference(prompt)}
         try:
-            return reward_from_json(await self._pool.run(item))
+            return Reward(**await self._pool.run(item))
         except ScoringFailed as error:
             if isinstance(error, OutOfTime) and error.cpu_s > 2 * CPU_LIMIT_S:
                 return out_of_time()

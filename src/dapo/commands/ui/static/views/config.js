@@ -17,7 +17,7 @@ export async function mount(element, api) {
   function draw() {
     const keys = Object.keys(found.values).filter((key) => (!only || differing.has(key)) && (!changed || anySet(key)) && key.includes(text));
     count.textContent = several ? `${differing.size} of ${Object.keys(found.values).length} keys differ` : `${keys.length} keys, ${keys.filter(anySet).length} not at their default`;
-    const sections = Map.groupBy ? Map.groupBy(keys, (key) => (key.includes(".") ? key.split(".")[0] : "")) : new Map([["", keys]]);
+    const sections = Map.groupBy(keys, (key) => (key.includes(".") ? key.split(".")[0] : ""));
     fill(body, keys.length ? [...sections].map(([section, names]) => panel(section || null, table(["key", ...(several ? api.runs : ["value"])], names.map((key) => [
       h("td", { class: "value key" }, section ? key.slice(section.length + 1) : key), ...found.values[key].map(value(key))])))) : note(only && !text && !changed ? "These runs have the same recipe." : "No key is like this."));
   }

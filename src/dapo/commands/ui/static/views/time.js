@@ -4,7 +4,7 @@ import { LineChart, StackChart, lanes } from "../charts.js";
 import { bytes, fill, h, labelled, note, number, panel, percent, seconds, table } from "../dom.js";
 
 const COLOUR = { rollout: "s0", sampling: "s7", scoring: "s1", reward_wait: "s1", prepare: "s6", update: "s2", sync: "s3", evaluation: "s4", writing: "s5", other: "c-flat" };
-const USES = [["cpu", "CPU", "cores", number], ["rss", "Memory", "", bytes], ["gpu_util", "GPU use", "", gpuShare], ["gpu_memory", "GPU memory", "", bytes], ["gpu_power", "GPU power", "W", number], ["disk_write", "Disk written", "/s", bytes], ["net_received", "Network received", "/s", bytes], ["memory_used", "Memory of the node in use", "", percent], ["idle", "Engines with nothing to sample", "", percent], ["version", "Oldest weights of its engines", "version", number]];
+const USES = [["cpu", "CPU", "cores", number], ["rss", "Memory", "", bytes], ["gpu_util", "GPU use", "", percent], ["gpu_memory", "GPU memory", "", bytes], ["gpu_power", "GPU power", "W", number], ["disk_write", "Disk written", "/s", bytes], ["net_received", "Network received", "/s", bytes], ["memory_used", "Memory of the node in use", "", percent], ["idle", "Engines with nothing to sample", "", percent], ["version", "Oldest weights of its engines", "version", number]];
 
 export async function mount(element, api) {
   const phases = new StackChart({ title: "Seconds of each step", height: 220, format: seconds });
@@ -50,8 +50,4 @@ export async function mount(element, api) {
   }
   await load();
   return { refresh: ({ type }) => (type === "metrics" ? load() : undefined) };
-}
-
-function gpuShare(value) {
-  return value > 1 ? `${value.toFixed(0)}%` : percent(value);
 }
