@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from dapo.errors import ModelError, UserError
 from dapo.model.adapters import has_adapter, read_weights, require_adapter
 from dapo.model.export import export_model
-from dapo.training.moments import BLOCK
+from dapo.training.moments import scales_of
 from dapo.util.files import new_folder, read_json, write_json
 
 WEIGHTS = "model.safetensors"
@@ -78,7 +78,7 @@ def load_optimizer(
         name, _, kind = key.rpartition("/")
         shape = parameters[name].shape if name in numbers else None
         if shape and kind.endswith("_scale"):
-            shape = torch.Size([shape.numel() // BLOCK])
+            shape = torch.Size([scales_of(shape.numel())])
         if shape is None or (tensor.dim() and tensor.shape != shape):
             raise UserError(f"{folder}: holds the optimizer of another model: no parameter fits {key}")
         states.setdefault(numbers[name], {})[kind] = tensor
