@@ -13,11 +13,17 @@ from torch import nn
 from training_cases import SHAPE, make_inputs, packed, random_groups
 
 from dapo.algorithm.objective import DapoObjective
+from dapo.checks.model import Heard
+from dapo.commands.demo.task import make_tokenizer
 from dapo.config.sections import ModelConfig, TrainingConfig
 from dapo.errors import ModelError
+from dapo.inference.model import find_model, inference_config, load_prompting, load_weights
 from dapo.model.adapters import adapter_parameters
+from dapo.model.forward import hidden_states
 from dapo.model.loading import copy_model
 from dapo.model.nf4 import NF4Linear, levels, quantise, widened
+from dapo.model.packed import PackedAttention
+from dapo.observe.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
 from dapo.training.trainer import Trainer
 from helpers import random_model
@@ -141,6 +147,25 @@ def test_what_is_trained_is_the_adapter_on_the_widened_base(wide: Path, tmp_path
     assert torch.equal(loaded.logprobs(BATCH), ours.logprobs(BATCH)), "a run that goes on narrows the base again"
     wide_again = load_trainable(tmp_path / "adapter", settings(tmp_path / "adapter", base="full"))
     assert not any(isinstance(module, NF4Linear) for module in wide_again.modules())
+
+
+@pytest.mark.parametrize("base", ["nf4", "full"])
+def test_a_run_is_sampled_from_as_it_was_trained(wide: Path, tmp_path: Path, base: str) -> None:
+    model = trained(settings(wide, base))
+    trainer_of(model).save(tmp_path / "run/model-after")
+    (tmp_path / "run/environment.json").touch()
+    (tmp_path / "run/config.yaml").write_text(f"model: {{path: {wide}, lora: {{rank: 4, base: {base}}}}}\n")
+    prompting = load_prompting(inference_config(find_model(str(tmp_path / "run"))), tokenizer=make_tokenizer())
+    found, _ = load_weights(prompting, QuietListener())
+    ids = torch.arange(12)
+    with torch.no_grad():
+        ours, theirs = (hidden_states(one, ids, ids, PackedAttention([12])) for one in (found, model))
+    assert torch.equal(ours, theirs)
+    assert sum(isinstance(module, NF4Linear) for module in found.modules()) == 21 * (base == "nf4")
+    own = inference_config(find_model(str(wide)), overrides=["model.lora.base=nf4"])
+    listener = Heard()
+    load_weights(load_prompting(own, tokenizer=make_tokenizer()), listener)
+    assert [text.partition(":")[0] for text in listener.warnings] == ["model.lora.base=nf4"]
 
 
 def test_shapes_are_foretold(wide: Path) -> None:
