@@ -260,7 +260,7 @@ def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[i
     from dapo.checks.start import check_vocabulary, notice_generation_config
     from dapo.model.adapters import has_adapter
     from dapo.model.loading import load_model, stop_token_ids
-    from dapo.model.nf4 import narrow_base
+    from dapo.model.nf4 import in_4_bits, narrow_base
     from dapo.model.placement import engine_device, set_threads
 
     config = prompting.config
@@ -275,7 +275,7 @@ def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[i
         source = config.model.path if prompting.model is None else copy.deepcopy(prompting.model)
         model = load_model(source, dtype, config.model.trust_remote_code, device)
         if config.model.lora.base == "nf4" and has_adapter(model):
-            narrow_base(model)
+            listener.phase(in_4_bits(narrow_base(model)))
         elif config.model.lora.base == "nf4":
             listener.warning(
                 "model.lora.base=nf4: is for the base under an adapter, and the model has none: it stays wide"
