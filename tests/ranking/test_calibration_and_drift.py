@@ -279,6 +279,12 @@ def test_four_bits_need_a_gpu_and_an_adapter_its_base(tmp_path: Path, monkeypatc
         assert done.exit_code and said in " ".join(done.output.split())
 
 
+@pytest.mark.parametrize("option", [["--temperature", "0"], ["--rows", "3"], ["--average"], ["--benchmark", "gsm8k"]])
+def test_options_for_policies_are_refused_where_a_ranker_is_measured(option: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["evaluate", str(tmp_path / "ranker.yaml"), "--data", "rows.jsonl", *option])
+    assert done.exit_code and f"{option[0]}: is for policies" in " ".join(done.output.split())
+
+
 def test_prompts_will_do_for_a_policy_and_not_for_a_reward_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,9 +108,7 @@ def clean(
 
         *names, target = [word for word in words if not is_setting(word)] or [""]
         if not names:
-            raise ConfigError(
-                "name the files to read and, last, the file to write: dapo data clean rows.jsonl out.jsonl"
-            )
+            raise ConfigError("name the files to read and last the file to write: dapo data clean rows.jsonl out.jsonl")
         out, config = Path(target), _config(recipe, words, against or [])
         if (there := out.exists() or out.is_symlink()) or out.suffix != ".jsonl":
             why = "it exists already" if there else "its name has to end in .jsonl"

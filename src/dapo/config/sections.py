@@ -184,9 +184,7 @@ class EvaluationConfig(HeldOutConfig):
     @classmethod
     def _names_of_metrics(cls, value: dict[str, str]) -> dict[str, str]:
         if wrong := [name for name in value if not name.isidentifier() or is_secret(name)]:
-            raise ValueError(
-                f"{wrong[0]!r} is no name for a metric; use letters, digits and _, and no name of a secret"
-            )
+            raise ValueError(f"{wrong[0]!r} is no name for a metric; use letters, digits and _, no name of a secret")
         return value
 
 

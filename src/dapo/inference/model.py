@@ -278,7 +278,7 @@ def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[i
             listener.phase(in_4_bits(narrow_base(model)))
         elif config.model.lora.base == "nf4":
             listener.warning(
-                "model.lora.base=nf4: is for the base under an adapter, and the model has none: it stays wide"
+                "model.lora.base=nf4: is for the base of an adapter, and the model has none: it stays wide"
             )
         model.requires_grad_(False)
         set_threads(config, model)

@@ -5,7 +5,6 @@ Engine, trainer and reference policy hold the same codes, so they compute with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from statistics import NormalDist
 from typing import Any
@@ -116,7 +115,13 @@ def narrow_base(model: Any) -> Any:
             "model.lora.base: nf4 is for the frozen base under a LoRA adapter (not DoRA, which changes with its "
             "weights); give model.lora.rank, such as 16, or use base=full"
         )
-    found = [one for one in _linear_layers(model) if one[2].in_features % BLOCK == 0]
+    owners = [owner for owner in decoder_layers(model).modules() if not isinstance(owner, nn.ModuleDict)]  # PEFT's own
+    found = [
+        (owner, name, part)
+        for owner in owners
+        for name, part in owner.named_children()
+        if isinstance(part, nn.Linear) and part.in_features % BLOCK == 0
+    ]
     if not found:
         raise ModelError(
             f"model.lora.base: nf4 is for linear layers with a multiple of {BLOCK} inputs, of which "
@@ -129,18 +134,11 @@ def narrow_base(model: Any) -> Any:
     return model
 
 
-def _linear_layers(model: Any) -> Iterator[tuple[Any, str, Any]]:
-    """``(owner, name, layer)`` of the base, without those of the adapter, which are in PEFT's own dictionaries."""
-    for owner in decoder_layers(model).modules():
-        for name, part in owner.named_children() if not isinstance(owner, nn.ModuleDict) else ():
-            if isinstance(part, nn.Linear | NF4Linear):
-                yield owner, name, part
-
-
 def in_4_bits(model: Any) -> str:
     """How much of ``model`` :func:`narrow_base` has made small, for people."""
-    layers = [part for _, _, part in _linear_layers(model)]
-    small = [part for part in layers if isinstance(part, NF4Linear)]
+    parts = [part for name, part in decoder_layers(model).named_modules() if ".lora_" not in name]
+    small = [part for part in parts if isinstance(part, NF4Linear)]
+    layers = [part for part in parts if isinstance(part, nn.Linear | NF4Linear)]
     now = sum(one.nbytes for part in small for one in (part.codes, part.scales))
     before = sum(2 * part.codes.numel() * part.scales.itemsize for part in small)
     told = f"{now / 2**20:.1f} MiB in place of {before / 2**20:.1f}"

@@ -45,11 +45,15 @@ def load_weights(model: Any, folder: Path) -> None:
     if has_adapter(model):
         read_weights(model, require_adapter(folder))
         return
+    read_into(dict(model.named_parameters()), folder)
+
+
+def read_into(parameters: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """:func:`load_weights`, of the ``parameters`` by name."""
     try:
         saved = read_tensors(folder, WEIGHTS)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(f"{folder}: the weights cannot be read: {type(error).__name__}: {error}") from None
-    parameters = dict(model.named_parameters())
     if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in parameters.items()}:
         raise ModelError(f"{folder}: holds the weights of another model")
     with torch.no_grad():
