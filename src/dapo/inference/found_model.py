@@ -82,8 +82,8 @@ def said_in(recipe: Path) -> dict[str, Any]:
     """What a recipe says that concerns inference; one of a stage does not say how to sample or to score."""
     if stage := stage_named(recipe):
         wanted = {name: FROM_RECIPE[name] for name in ("seed", "model", "data", "runtime")}
-        return load_stage(stage, recipe).model_dump(include=wanted, exclude_unset=True)  # type: ignore[arg-type]
-    return load_config(recipe).model_dump(include=FROM_RECIPE, exclude_unset=True)  # type: ignore[arg-type]
+        return load_stage(stage, recipe).model_dump(include=wanted, exclude_unset=True)
+    return load_config(recipe).model_dump(include=FROM_RECIPE, exclude_unset=True)
 
 
 def without_effect(*settings: Mapping[str, Any]) -> list[str]:

@@ -63,12 +63,11 @@ def inference_config(
     asked = [dict(flat(layer)).get("rollout.engine") for layer in (*layers, last)]
     if next(filter(None, reversed(asked)), rollout.get("engine")) != "vllm":  # no other samples here as it did there
         rollout = {key: value for key, value in rollout.items() if key not in OF_VLLM}
-    from_recipe = from_recipe | {"rollout": rollout}
-    named = {"model": {"path": model.path}}
-    config = layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
+    trees = [_OPEN, from_recipe | {"rollout": rollout}, *layers, {"model": {"path": model.path}}]
+    config = layered_config(trees, overrides, "settings", where)
     if ignored := without_effect(*layers, last):
         raise ConfigError("\n".join(ignored))
-    require_secrets(config.model_dump(mode="json", include=FROM_RECIPE), trained, "as section.key=value")  # type: ignore[arg-type]
+    require_secrets(config.model_dump(mode="json", include=FROM_RECIPE), trained, "as section.key=value")
     return config
 
 
