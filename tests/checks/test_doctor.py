@@ -309,6 +309,13 @@ def test_a_snapshot_takes_main_memory_on_a_gpu_too(case: Path, monkeypatch: pyte
         assert [one.status for one in settings.check_snapshot(context)] == [status]
 
 
+def test_it_says_how_much_of_a_base_fits_into_4_bits(case: Path) -> None:
+    for base, told in (("nf4", True), ("full", False)):
+        keys = ["model.path=./model", "model.lora.rank=1", f"model.lora.base={base}"]
+        (finding,) = model.check_architecture(CheckContext(load_config("recipe.yaml", keys)))
+        assert (" linear layers, " in finding.found, finding.status) == (told, "pass")
+
+
 def test_a_snapshot_of_an_adapter_is_small_and_moments_in_main_memory_count(
     case: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

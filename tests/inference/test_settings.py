@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dapo.config import build_config
-from dapo.config.reading import layered_config, merged
+from dapo.config.reading import apply_overrides, layered_config, merged
 from dapo.errors import ConfigError, ModelError
 from dapo.evaluation.benchmarks import BENCHMARKS, benchmark_named
 from dapo.evaluation.evaluate import evaluation_sampling
@@ -152,7 +152,39 @@ def test_it_is_told_which_settings_a_service_does_not_hear_of() -> None:
     assert [text.partition(":")[0] for text in said] == [f"rollout.request sends no ${n}" for n in ("top_p", "seed")]
 
 
-def test_a_base_in_4_bits_is_refused_where_it_would_not_count(tmp_path: Path) -> None:
-    model = FoundModel(str(a_model(tmp_path / "m")), None)
-    with pytest.raises(ConfigError, match=r"model.lora.base: is for training.*leave it out"):
-        inference_config(model, overrides=["model.lora.base=nf4"])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("training.steps=3", "training.steps: is for training, and has no effect here; leave it out"),
+        ("algorithm={kl: {mode: loss}}", "algorithm.kl.mode: is for training"),
+        ("model.lora.rank=8", "model.lora.rank: is for training"),
+        ("data.train=x.jsonl", "data.train: is for training"),
+        ("rollout.temperature=0.5", "rollout.temperature: is for training, .*evaluation.temperature is what counts"),
+        ("evaluation.every=3", "evaluation.every: is for training"),
+    ],
+)
+def test_what_is_asked_for_and_has_no_effect_is_refused(given: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        inference_config(FoundModel("m"), overrides=[given])
+    tree: dict[str, Any] = {}
+    apply_overrides(tree, [given], {})
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        inference_config(FoundModel("m"), tree)
+
+
+def test_what_is_asked_for_and_counts_is_taken(tmp_path: Path) -> None:
+    given = ["model.lora.base=nf4", "runtime.device=cpu", "rollout.stop=[x]", "environment.max_turns=2", "seed=3"]
+    config = inference_config(
+        FoundModel("m"), overrides=[*given, "data.chat_template_kwargs={a: 1}", "reward.kind=exact"]
+    )
+    assert (config.model.lora.base, config.rollout.stop, config.seed) == ("nf4", ["x"], 3)
+    assert settings_lines(config)[0] == "model m in float32, its base in 4 bits"
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model: {path: x, lora: {rank: 4, base: nf4}}\nreward: {kind: model, path: y}\n"
+        "algorithm: {filter_groups: {metric: score}}\n"
+    )
+    found = inference_config(FoundModel("m", recipe))
+    assert (found.model.lora.base, found.model.lora.rank) == ("nf4", 0)
+    with pytest.raises(ConfigError, match="base=full"):
+        inference_config(FoundModel("m", recipe), overrides=["rollout.engine=vllm"])

@@ -405,7 +405,7 @@ SAID = "step 3: training.learning_rate 0.003 -> 0.001"
 
 
 def test_fewer_steps_than_are_done_are_refused(two: Path) -> None:
-    with pytest.raises(ConfigError, match=r"training\.steps=1: 2 steps of .* are done already"):
+    with pytest.raises(ConfigError, match=r"training\.steps=1: 2 steps of .* are done"):
         go_on(two, "training.steps=1")
 
 

@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_in_another_folder_is_refused(tmp_path: Path) -> None
     run.mkdir()
     RunFolder(run).config.write_text("model: {path: ./model}\n")
     elsewhere = tmp_path / "elsewhere"
-    with pytest.raises(ConfigError, match="a run goes on in its own folder"):
+    with pytest.raises(ConfigError, match="a run goes on in its folder"):
         resume_config(run, None, [f"run.dir={elsewhere}"])
 
 

@@ -167,7 +167,8 @@ def test_what_would_fit_does() -> None:
     pytest.importorskip("peft")
     found = estimated("8xH100", "model.path=7B")
     assert not found.fits
-    told = dict(found.would_fit())
+    told = {change: size for change, size, _ in found.would_fit()}
+    at_once = {change: rows for change, _, rows in found.would_fit()}
     fitting = {change: size for change, size in told.items() if size <= found.usable}
     assert "training.tokens_per_micro_batch=1280" in fitting and any(change.endswith("GPUs") for change in fitting)
     assert {"model.lora.rank=16", "model.lora.rank=16 model.lora.base=nf4"} <= told.keys()
@@ -175,13 +176,21 @@ def test_what_would_fit_does() -> None:
         gpus = re.match(r"(\d+) GPUs ?", change)
         settings = change.removeprefix(gpus[0] if gpus else "").split()
         other = estimated(f"{gpus[1]}xH100" if gpus and int(gpus[1]) < 999 else "8xH100", "model.path=7B", *settings)
-        assert other.needed() == size, change
+        assert (other.needed(), other.rows) == (size, at_once[change]), change
+
+
+def test_settings_that_fill_a_gpu_alike_differ_in_how_much_they_sample_at_once() -> None:
+    pytest.importorskip("peft")
+    done = CliRunner().invoke(app, ["plan", "gsm8k-1gpu", "--cluster", "RTX-4090", "model.path=7B"])
+    found = re.findall(r"22.80 fits +(\d+)  model.lora.rank=16 (.*nf4)?", done.stdout)
+    (wide, _), (narrow, base) = sorted(found, key=lambda one: one[1])
+    assert base and int(narrow) > 2 * int(wide) > 100
 
 
 def test_the_papers_run_is_refused_on_80_gb_with_the_engine_that_would_do() -> None:
     found = estimated("16x8xH100", "model.path=Qwen/Qwen2.5-32B", *PAPER)
     assert not found.fits
-    assert {"base=nf4" in change for change, size in found.would_fit() if size <= found.usable} == {True}
+    assert {"base=nf4" in change for change, size, _ in found.would_fit() if size <= found.usable} == {True}
     assert "vLLM, tensor parallelism of 4" in found.engine_note()
     assert estimated("8xH200", "model.path=7B").engine_note() == ""
     assert "parallelism of 8" in estimated("L4", "model.path=32B").engine_note(), "40 heads over 16 do not divide"
@@ -189,9 +198,9 @@ def test_the_papers_run_is_refused_on_80_gb_with_the_engine_that_would_do() -> N
 
 
 def test_more_gpus_are_advised_only_where_they_are_needed_and_to_be_had() -> None:
-    told = [change for change, _ in estimated("8xH100", "model.path=7B").would_fit()]
+    told = [change for change, *_ in estimated("8xH100", "model.path=7B").would_fit()]
     assert not any(re.match(r"\d+ GPUs .*tokens_per_micro_batch", change) for change in told), "fits on these"
-    assert not any("GPUs" in change for change, _ in estimated("9999x8xL4", "model.path=70B").would_fit())
+    assert not any("GPUs" in change for change, *_ in estimated("9999x8xL4", "model.path=70B").would_fit())
 
 
 def test_an_adapter_leaves_less_of_a_gpu_to_use() -> None:

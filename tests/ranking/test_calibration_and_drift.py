@@ -24,7 +24,7 @@ from dapo.ranking.calibrate import (
     write_calibrations,
 )
 from dapo.ranking.drift import FALSE_ALARMS, chance_of_fall, compare, rows_wanted, since
-from dapo.ranking.quantise import quantise
+from dapo.ranking.quantise import quantise, small_layers
 from dapo.ranking.rows import Candidates
 from dapo.ranking.score import Scored
 from ranking_cases import save_tiny
@@ -277,6 +277,36 @@ def test_four_bits_need_a_gpu_and_an_adapter_its_base(tmp_path: Path, monkeypatc
             app, ["quantise", str(tmp_path), str(tmp_path / "out"), "--kind", kind, "--data", str(rows)]
         )
         assert done.exit_code and said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("option", [["--temperature", "0"], ["--rows", "3"], ["--average"], ["--benchmark", "gsm8k"]])
+def test_options_for_policies_are_refused_where_a_ranker_is_measured(option: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["evaluate", str(tmp_path / "ranker.yaml"), "--data", "rows.jsonl", *option])
+    assert done.exit_code and f"{option[0]}: is for policies" in " ".join(done.output.split())
+
+
+def test_prompts_will_do_for_a_policy_and_not_for_a_reward_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write(
+        tmp_path / "rows.jsonl", [{"prompt": "1+2="}, {"prompt": "3", "candidates": ["a", "b"]}, {"prompt": "5"}]
+    )
+    found = {"mib": (2.0, 1.0), "seconds": (1.0, 1.0), "mean_change": 0.0, "spread": 1.0, "layers": (3, 4)}
+    given: list[Any] = []
+    monkeypatch.setattr("dapo.ranking.quantise.quantise", lambda *asked: given.extend(asked) or found)
+    command = ["quantise", str(tmp_path), str(tmp_path / "out"), "--data", str(rows), "--rows", "2"]
+    (tmp_path / "config.json").write_text("{}")
+    done = CliRunner().invoke(app, command)
+    assert given[-1] == ["1+2=", "3a"] and "in 3 of 4 linear layers" in done.output
+    (tmp_path / "config.json").write_text('{"architectures": ["XForSequenceClassification"]}')
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code and "rows.jsonl:1: holds nothing to rank" in " ".join(done.output.split())
+
+
+def test_layers_that_became_small_are_counted() -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    layers[1].weight = torch.nn.Parameter(torch.zeros(64 * 32, 1, dtype=torch.uint8), requires_grad=False)
+    assert small_layers(layers) == (1, 3)
 
 
 def test_what_is_quantised_is_not_quantised_again_and_what_is_there_stays(tmp_path: Path) -> None:

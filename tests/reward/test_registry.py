@@ -91,7 +91,7 @@ def test_two_functions_of_a_file_cannot_share_a_name_but_a_file_may_be_imported_
 
 WRONG = [
     (lambda: dapo.reward_function(5), "expected a function, got int 5"),
-    (lambda: dapo.reward_function(responses_per_call=8), "responses_per_call=8 has no effect without batched=True"),
+    (lambda: dapo.reward_function(responses_per_call=8), "responses_per_call=8 does nothing without batched=True"),
     (lambda: dapo.reward_function(batched=True, responses_per_call=0), "at least 1, got 0"),
     (lambda: dapo.reward_function(name="a:b"), "without a colon, got 'a:b'"),
     (lambda: dapo.reward_function(len), "cannot be declared"),

@@ -321,7 +321,7 @@ def test_a_service_of_the_users_own_can_be_evaluated_with_a_mapping() -> None:
     async def start() -> None:
         await OpenAIEngine(config_of("http://127.0.0.1:1", request=request), 20).start([3], 10)
 
-    with pytest.raises(RemoteError, match=r"rollout\.request: such a server takes no weights"):
+    with pytest.raises(RemoteError, match=r"rollout\.request: the server takes no weights"):
         asyncio.run(start())
 
 

@@ -177,6 +177,8 @@ def test_a_run_trains_an_adapter_that_peft_loads(base: Path, tmp_path: Path, kin
         "run.save_every": 2,
     }
     run_lora(tmp_path / "run", base, changes, listener=listener)
+    said = [text.partition(" linear")[0] for text in listener.phases if "in 4 bits" in text]
+    assert said == ["the base in 4 bits: 3 of 21"] * (kind == "nf4"), "rows of 32 numbers are no whole blocks"
     steps = steps_of(tmp_path / "run")
     assert all(step["mismatch/mean"] < 1e-4 for step in steps), "the engine's log-probabilities are the trainer's"
     for name in ("model-before", "model-after", f"checkpoints/{last_checkpoint(tmp_path / 'run').name}/model"):

@@ -131,6 +131,28 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(tmp_path: Path, offload: boo
         load_optimizer(other._optimizer, other._parameters, tmp_path, tensors | {name: tensors[name][1:]}, counters)
 
 
+def test_draws_go_on_where_no_parameter_had_a_gradient_in_every_step() -> None:
+    def optimized() -> tuple[list[torch.nn.Parameter], StoredAdamW]:
+        values = [torch.nn.Parameter(torch.linspace(-1, 1, 8192)) for _ in range(2)]
+        return values, StoredAdamW(values, kind="int8", lr=1e-2, fused=True)
+
+    def step(values: list[torch.nn.Parameter], optimizer: StoredAdamW, number: int) -> None:
+        optimizer.zero_grad()
+        values[number % 2].grad = values[number % 2].detach() ** 3
+        optimizer.step()
+
+    (whole, one), (resumed, other) = optimized(), optimized()
+    for number in range(4):
+        step(whole, one, number)
+    for mine, theirs in zip(resumed, whole, strict=True):
+        mine.data.copy_(theirs.detach())
+    other.load_state_dict(one.state_dict())
+    for number in range(4, 8):
+        step(whole, one, number)
+        step(resumed, other, number)
+    assert all(map(torch.equal, whole, resumed))
+
+
 def test_moments_that_cannot_be_rounded_leave_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights have moved by then, be it in the first part."""
     parameter = torch.nn.Parameter(torch.ones(64, 128))

@@ -13,14 +13,19 @@ from torch import nn
 from training_cases import SHAPE, make_inputs, packed, random_groups
 
 from dapo.algorithm.objective import DapoObjective
+from dapo.commands.demo.task import make_tokenizer
 from dapo.config.sections import ModelConfig, TrainingConfig
 from dapo.errors import ModelError
+from dapo.inference.model import find_model, inference_config, load_prompting, load_weights
 from dapo.model.adapters import adapter_parameters
+from dapo.model.forward import hidden_states
 from dapo.model.loading import copy_model
-from dapo.model.nf4 import NF4Linear, levels, quantise, widened
+from dapo.model.nf4 import NF4Linear, in_4_bits, levels, quantise, widened
+from dapo.model.packed import PackedAttention
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
 from dapo.training.trainer import Trainer
 from helpers import random_model
+from run_cases import Recorder
 
 pytest.importorskip("peft")
 
@@ -143,12 +148,45 @@ def test_what_is_trained_is_the_adapter_on_the_widened_base(wide: Path, tmp_path
     assert not any(isinstance(module, NF4Linear) for module in wide_again.modules())
 
 
+@pytest.mark.parametrize("base", ["nf4", "full"])
+def test_a_run_is_sampled_from_as_it_was_trained(wide: Path, tmp_path: Path, base: str) -> None:
+    model = trained(settings(wide, base))
+    trainer_of(model).save(tmp_path / "run/model-after")
+    (tmp_path / "run/environment.json").touch()
+    (tmp_path / "run/config.yaml").write_text(f"model: {{path: {wide}, lora: {{rank: 4, base: {base}}}}}\n")
+    prompting = load_prompting(inference_config(find_model(str(tmp_path / "run"))), tokenizer=make_tokenizer())
+    listener = Recorder()
+    found, _ = load_weights(prompting, listener)
+    assert ["the base in 4 bits: 21 of 21" in text for text in listener.phases] == [True] * (base == "nf4")
+    ids = torch.arange(12)
+    with torch.no_grad():
+        ours, theirs = (hidden_states(one, ids, ids, PackedAttention([12])) for one in (found, model))
+    assert torch.equal(ours, theirs)
+    assert sum(isinstance(module, NF4Linear) for module in found.modules()) == 21 * (base == "nf4")
+    own = inference_config(find_model(str(wide)), overrides=["model.lora.base=nf4"])
+    load_weights(load_prompting(own, tokenizer=make_tokenizer()), listener)
+    assert [text.partition(":")[0] for text in listener.warnings] == ["model.lora.base=nf4"]
+
+
 def test_shapes_are_foretold(wide: Path) -> None:
     config = settings(wide)
     model = trained(config)
     shape = trainable_shape(config, model.config)
     found, made = ({n: (p.shape, p.dtype) for n, p in m.named_parameters()} for m in (shape, model))
     assert found == made
+
+
+def test_it_is_said_how_many_layers_fit_and_what_is_saved(tmp_path: Path) -> None:
+    """Of 48 inputs there are no whole blocks, so of the MLP only the product back, of 128 inputs, becomes small."""
+    model = random_model("qwen2", hidden_size=48, num_attention_heads=4, head_dim=16, intermediate_size=128)
+    model.save_pretrained(tmp_path / "odd")
+    config = settings(tmp_path / "odd")
+    for made in (trained(config), trainable_shape(config, model.config)):
+        layers = 3 * (48 * 128 + 48 * 64)  # down_proj and o_proj
+        mib = layers * (0.5 + 4 / 64) / 2**20, layers * 4 / 2**20
+        assert in_4_bits(made) == (
+            f"the base in 4 bits: 6 of 21 linear layers, {mib[0]:.1f} MiB in place of {mib[1]:.1f}"
+        )
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_empty_batch():
 def test_bad_records_are_named():
     with pytest.raises(ValueError, match="draw 5: empty prompt"):
         pack([make_group(5, [], [make_sample([1])])])
-    with pytest.raises(ValueError, match="draw 5, sample 1: in the loss, but its advantage is nan"):
+    with pytest.raises(ValueError, match="draw 5, sample 1: in the loss, its advantage is nan"):
         advantage_column([make_group(5, [1], [make_sample([1]), make_sample([1], advantage=float("nan"))])])
     advantage_column([make_group(5, [1], [make_sample([1], advantage=float("nan"), in_loss=False)])])
 

@@ -131,9 +131,8 @@ def _solution_key(config: Config) -> str:
 
 
 def _holds(text: str, solution: Any) -> bool:
-    if not isinstance(solution, str) or len(solution) < 20:
-        return False
-    return " ".join(solution.split()) in " ".join(text.split())
+    enough = isinstance(solution, str) and len(solution) >= 20
+    return enough and " ".join(solution.split()) in " ".join(text.split())
 
 
 def _ends_in(text: str, answer: str | None) -> bool:

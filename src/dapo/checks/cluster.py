@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from dapo.checks.context import CheckContext, Finding
-from dapo.config.placement import Bundle, bundles, shortages, told_of
+from dapo.config.placement import bundles, shortages, told_of
 from dapo.errors import extra, first_line
 
 CONNECT_SECONDS = 10.0
@@ -48,7 +48,9 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
         what, _, fix = line.partition("; ")
         yield Finding("machine", "cluster", "fail", f"{here}: {what}", fix)
     if not short:
-        yield Finding("machine", "cluster", "pass", f"{here}: {told}, for {_told(wanted)}")
+        counts = Counter(bundle.role for bundle in wanted).items()
+        workers = ", ".join(f"{count} {role} worker{'s' * (count > 1)}" for role, count in counts)
+        yield Finding("machine", "cluster", "pass", f"{here}: {told}, for {workers}")
 
 
 def require_answer(address: str) -> None:
@@ -63,8 +65,3 @@ def _this_machine() -> dict[str, float]:
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count()), "memory": float(memory)}
-
-
-def _told(wanted: list[Bundle]) -> str:
-    counts = Counter(bundle.role for bundle in wanted)
-    return ", ".join(f"{count} {role} worker{'s' * (count > 1)}" for role, count in counts.items())

@@ -18,6 +18,7 @@ from dapo.errors import ConfigError, DataError, ModelError, UserError, extra, fi
 from dapo.model import loading
 from dapo.model.adapters import adapter_parameters, find_adapter
 from dapo.model.hub import hub_answers, is_name
+from dapo.model.nf4 import in_4_bits
 from dapo.model.placement import device_of, engine_device, set_threads
 from dapo.observe.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, shape_of
@@ -104,6 +105,7 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
     context.model_config = found
     trained = sum(p.numel() for p in adapter_parameters(context.shape).values())
     of_it = f", {trained:,} of them in a LoRA adapter" if trained else ""
+    of_it += f"; {in_4_bits(context.shape)}" if config.model.lora.base == "nf4" else ""
     text = f"{found.model_type}, {context.shape.num_parameters():,} parameters{of_it}"
     yield Finding("model", "architecture", "pass", text)
 

@@ -97,12 +97,8 @@ def _compared(values: Sequence[float], new: Sequence[bool], curve: Path | None) 
     lines.append(f"retraining is {'due' if found.due else 'not due'}, by {rate}")
     if points is not None and found.due:
         wanted, most = rows_wanted(points, found.reference.value), max(rows for rows, _ in points)
+        told = f"the old accuracy takes about {wanted:,} rows (it was made with {most:,})"
         if wanted is None:
-            lines.append(
-                "by its learning curve more rows would not bring the old accuracy back: change model or labels"
-            )
-        else:
-            lines.append(
-                f"by its learning curve the old accuracy takes about {wanted:,} rows (it was made with {most:,})"
-            )
+            told = "more rows would not bring the old accuracy back: change model or labels"
+        lines.append(f"by its learning curve {told}")
     return found, lines

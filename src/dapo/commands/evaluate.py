@@ -95,6 +95,7 @@ def evaluate(
     more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
     given["--data"] = [*(data or []), *more]
     if ranks(model):
+        _refuse(given | options.given_options(locals(), "benchmark", "recipe", "average", "save_samples"))
         return drift_of_ranker(model, given["--data"], overrides, since, curve, output)
     given["--data"] += [since] if since and Path(since).is_file() else []
     preset = benchmark_named(benchmark) if benchmark else None
@@ -118,6 +119,13 @@ def evaluate(
         results, notes = evaluate_files(config, listener, write, preset.published if preset else None)
     _show(Terminal(), results, notes)
     drift_of_policy(results, since, curve)
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    """Raises ConfigError: there is an option for policies alone."""
+    for option, value in given.items():
+        if option != "--data" and value is not False and value not in (None, []):
+            raise ConfigError(f"{option}: is for policies, and a ranker is measured here; leave it out")
 
 
 def _hash_of(benchmark: str | None) -> dict[str, str]:

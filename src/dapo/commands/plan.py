@@ -85,7 +85,7 @@ def planned(config: Any, cluster: str, assumed: Assumed, price: float | None = N
     steps = estimate.steps(seconds["step"])
     evaluations = estimate.evaluations_s(steps)
     hours = (steps * seconds["step"] + (evaluations or 0.0)) / 3600 * where.total
-    would_fit = {} if estimate.fits else dict(estimate.would_fit())
+    would_fit = {} if estimate.fits else {change: (size, rows) for change, size, rows in estimate.would_fit()}
     more = config.runtime.kind == "local" and (estimate.ranks > 1 or any("GPUs" in change for change in would_fit))
     unknown = ["evaluations are not in it, as it is not known how many rows they have"] if evaluations is None else []
     return {
@@ -97,7 +97,8 @@ def planned(config: Any, cluster: str, assumed: Assumed, price: float | None = N
         "not_yet": "this recipe trains on one GPU; for more it needs runtime.kind=ray and runtime.learner.workers"
         if more
         else "",
-        "would_fit": _gib(would_fit),
+        "would_fit": _gib({change: size for change, (size, _) in would_fit.items()}),
+        "would_fit_rows": {change: rows for change, (_, rows) in would_fit.items()},
         "engine": estimate.engine_note(),
         "rows_at_once": estimate.rows,
         "host_gib": _gib({"main memory": estimate.main_memory()}) | _gib(estimate.disk(steps, tokens)),
@@ -128,9 +129,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield from (f"  {part:<22} {size:8.2f} GiB" for part, size in memory.items())
     yield from ([f"engine       {found['engine']}"] if found["engine"] else [])
     if found["would_fit"]:
-        yield "what takes less, GiB of a GPU"
-        for change, size in found["would_fit"].items():
-            yield f"  {size:8.2f} {'fits' if size <= usable else '    '}  {change}"
+        yield "what takes less: GiB of a GPU, and where it fits, sequences at once"
+        for (change, size), rows in zip(found["would_fit"].items(), found["would_fit_rows"].values(), strict=True):
+            yield f"  {size:8.2f} {f'fits {rows:5}' if size <= usable else '':10}  {change}"
     host = found["host_gib"]
     yield f"main memory  {host['main memory']:.1f} GiB a host, at most"
     yield f"disk         {host['checkpoint']:.1f} GiB a checkpoint, {host['run']:.1f} GiB the run"

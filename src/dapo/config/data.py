@@ -191,9 +191,7 @@ class DataConfig(WritingConfig):
     def _all_weights_or_none(cls, value: list[DataItem]) -> list[DataItem]:
         without = [item.path for item in value if item.weight is None]
         if without and len(without) < len(value):
-            raise ValueError(
-                f"some items have a weight, but {', '.join(without)} has none; give all of them one, or none"
-            )
+            raise ValueError(f"some items have a weight, but {', '.join(without)} has none; give all one, or none")
         return value
 
 

@@ -23,9 +23,8 @@ class LoraConfig(Section):
     """What the adapter adds is multiplied by alpha / rank. By default twice the rank. There is no dropout: the policy
     that is sampled from must be the one that is trained."""
     base: Literal["full", "nf4"] = "full"
-    """How training and its rollouts hold the frozen base. full: in model.compute_dtype. nf4: its linear layers in 4
-    bits, for less memory, and slower; with rollout.engine=native. The adapter is saved alone, and other commands load
-    it on the base as it was (models.md)."""
+    """How the frozen base is held. full: in model.compute_dtype. nf4: its linear layers in 4 bits, for less memory, and
+    slower; with rollout.engine=native. The adapter is saved alone, for the base as it was (models.md)."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Linear layers with an adapter, such as `[q_proj, v_proj]`. all-linear: all between embedding and output head."""
 
@@ -185,9 +184,7 @@ class EvaluationConfig(HeldOutConfig):
     @classmethod
     def _names_of_metrics(cls, value: dict[str, str]) -> dict[str, str]:
         if wrong := [name for name in value if not name.isidentifier() or is_secret(name)]:
-            raise ValueError(
-                f"{wrong[0]!r} is no name for a metric; use letters, digits and _, and no name of a secret"
-            )
+            raise ValueError(f"{wrong[0]!r} is no name for a metric; use letters, digits and _, no name of a secret")
         return value
 
 

@@ -164,9 +164,7 @@ class PolicyText:
             first = tokenizer(tail, add_special_tokens=False)["input_ids"][:1] if tail else []
             self.end = first[0] if ends.intersection(first) else self.end
         if self.end is None:
-            raise ConfigError(
-                "model.tokenizer: names no token that ends a text (eos_token), so none could end a response"
-            )
+            raise ConfigError("model.tokenizer: names no token that ends a text (eos_token), so none ends a response")
 
     def response(self, text: str) -> tuple[int, ...]:
         """A text that has the end token already does not get a second one."""

@@ -1,14 +1,40 @@
-"""The model that a name stands for: a folder, a run, a checkpoint, or a name on the hub."""
+"""The model that a name stands for (a folder, a run, a checkpoint, or a name on the hub), and what its recipe says."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dapo.config import load_config, nested
+from dapo.config.data import DataConfig
+from dapo.config.reading import flat
+from dapo.config.sections import EvaluationConfig
+from dapo.config.stages import load_stage, stage_named
 from dapo.errors import ModelError
 from dapo.observe.checkpoints import Checkpoints
 from dapo.util.files import holds_model
+
+OF_VLLM = ("engine", "tensor_parallel", "engine_args")
+_FROM_RECIPE = (
+    *("seed", "environment", "reward"),
+    *(f"model.{name}" for name in ("tokenizer", "compute_dtype", "trust_remote_code", "lora.base")),
+    *(f"data.{name}" for name in ("prompt_key", "answer_key", "max_prompt_length", *DataConfig.WRITING)),
+    *(f"rollout.{name}" for name in ("max_response_length", "stop_token_ids", "stop", *OF_VLLM)),
+    *("rollout.max_concurrent_samples", "rollout.cache_gib"),
+    *(f"evaluation.{name}" for name in ("data", "rows", "samples_per_prompt", "temperature", "top_p", "top_k")),
+    *(f"evaluation.{name}" for name in ("min_p", "stop", "max_response_length", "metrics")),
+    *("runtime.threads", "runtime.deterministic"),  # not the device: it may be another machine
+)
+FROM_RECIPE: Mapping[str, Any] = nested(dict.fromkeys(_FROM_RECIPE, True))
+"""What a recipe says that concerns inference."""
+_ASKED_FOR = (
+    *("model.path", "runtime.device", "rollout.device"),
+    *(f"rollout.{name}" for name in ("url", "token_env", "model", "request", "text", "timeout_s", "give_up_after_s")),
+)
+"""What inference takes beside it, where it is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +76,19 @@ def _recipe_of(model: Path) -> Path | None:
         if (run / "config.yaml").is_file() and (run / "environment.json").is_file():
             return run / "config.yaml"
     return None
+
+
+def said_in(recipe: Path) -> dict[str, Any]:
+    """What a recipe says that concerns inference; one of a stage does not say how to sample or to score."""
+    if stage := stage_named(recipe):
+        wanted = {name: FROM_RECIPE[name] for name in ("seed", "model", "data", "runtime")}
+        return load_stage(stage, recipe).model_dump(include=wanted, exclude_unset=True)
+    return load_config(recipe).model_dump(include=FROM_RECIPE, exclude_unset=True)
+
+
+def without_effect(*settings: Mapping[str, Any]) -> list[str]:
+    """Of each key in ``settings`` that inference does not take, what to do about it."""
+    keys = dict.fromkeys(key for tree in settings for key, _ in flat(tree))
+    lost = [key for key in keys if not f"{key}.".startswith(tuple(f"{one}." for one in (*_FROM_RECIPE, *_ASKED_FOR)))]
+    own = {f"rollout.{name}": f"evaluation.{name} is what counts" for name in EvaluationConfig.model_fields}
+    return [f"{key}: is for training, and has no effect here; {own.get(key, 'leave it out')}" for key in lost]

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.config import Config, load_config, nested
-from dapo.config.data import DataConfig, DataItem
+from dapo.config import Config, nested
+from dapo.config.data import DataItem
 from dapo.config.one_value import require_one_value
-from dapo.config.reading import layered_config, with_values
+from dapo.config.reading import apply_overrides, flat, layered_config, with_values
 from dapo.config.secrets import require_secrets
-from dapo.config.stages import load_stage, stage_named
 from dapo.errors import ConfigError, DataError, ModelError
 from dapo.evaluation.evaluate import stop_texts
-from dapo.inference.found_model import FoundModel, find_model
+from dapo.inference.found_model import FROM_RECIPE, OF_VLLM, FoundModel, find_model, said_in, without_effect
 from dapo.observe.progress import Listener
 from dapo.util.terminal import visible
 
@@ -38,27 +37,12 @@ if TYPE_CHECKING:
 _OPEN: Mapping[str, Any] = {
     "rollout": {"max_response_length": 1024},
     # what concerns training alone must not stand in the way
-    "algorithm": {"overlong_buffer": {"enable": False}},
+    "algorithm": {"overlong_buffer": {"enable": False}, "filter_groups": {"enable": False}},
     "training": {"tokens_per_micro_batch": 2**40},
 }
 """Where nobody says otherwise."""
 ONE_EACH: Mapping[str, Any] = {"evaluation": {"samples_per_prompt": 1, "data": [], "rows": None}}
 """For prompts to answer: what a recipe says of its evaluation is not about them."""
-_OF_VLLM = ("engine", "tensor_parallel", "engine_args")
-_FROM_RECIPE = {
-    "seed": True,
-    "model": {"tokenizer", "compute_dtype", "trust_remote_code"},
-    "data": {"prompt_key", "answer_key", "max_prompt_length", *DataConfig.WRITING},
-    "rollout": {"max_response_length", "stop_token_ids", "stop", "max_concurrent_samples", "cache_gib", *_OF_VLLM},
-    "environment": True,
-    "reward": True,
-    "evaluation": {
-        *("data", "rows", "samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "stop"),
-        *("max_response_length", "metrics"),
-    },
-    "runtime": {"threads", "deterministic"},  # not the device: it may be another machine
-}
-"""What a recipe says that concerns inference."""
 
 
 def inference_config(
@@ -70,29 +54,21 @@ def inference_config(
 ) -> Config:
     """Settings for a model: defaults, then ``recipe`` or else the one it was trained by, then ``layers`` of nested
     settings, such as a benchmark's and those of options, then ``overrides``. ``where``: places of keys for messages.
-    Raises ConfigError: with every problem found."""
+    Raises ConfigError: with every problem found; a key of ``layers`` or ``overrides`` is for training alone."""
     trained = recipe or model.recipe
-    from_recipe = _said_in(trained) if trained else {}
+    from_recipe = said_in(trained) if trained else {}
     rollout = from_recipe.get("rollout", {})
-    asked = [layer.get("rollout", {}).get("engine") for layer in layers]
-    asked += [value for key, _, value in (one.partition("=") for one in overrides) if key == "rollout.engine"]
+    last: dict[str, Any] = {}
+    apply_overrides(last, overrides, {})
+    asked = [dict(flat(layer)).get("rollout.engine") for layer in (*layers, last)]
     if next(filter(None, reversed(asked)), rollout.get("engine")) != "vllm":  # no other samples here as it did there
-        rollout = {key: value for key, value in rollout.items() if key not in _OF_VLLM}
-    from_recipe = from_recipe | {"rollout": rollout}
-    named = {"model": {"path": model.path}}
-    config = layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
-    if config.model.lora.base != "full":
-        raise ConfigError("model.lora.base: is for training; here an adapter is on its base as it was; leave it out")
-    require_secrets(config.model_dump(mode="json", include=_FROM_RECIPE), trained, "as section.key=value")  # type: ignore[arg-type]
+        rollout = {key: value for key, value in rollout.items() if key not in OF_VLLM}
+    trees = [_OPEN, from_recipe | {"rollout": rollout}, *layers, {"model": {"path": model.path}}]
+    config = layered_config(trees, overrides, "settings", where)
+    if ignored := without_effect(*layers, last):
+        raise ConfigError("\n".join(ignored))
+    require_secrets(config.model_dump(mode="json", include=FROM_RECIPE), trained, "as section.key=value")
     return config
-
-
-def _said_in(recipe: Path) -> dict[str, Any]:
-    """What a recipe says that concerns inference; one of a stage does not say how to sample or to score."""
-    if stage := stage_named(recipe):
-        wanted = {name: _FROM_RECIPE[name] for name in ("seed", "model", "data", "runtime")}
-        return load_stage(stage, recipe).model_dump(include=wanted, exclude_unset=True)  # type: ignore[arg-type]
-    return load_config(recipe).model_dump(include=_FROM_RECIPE, exclude_unset=True)  # type: ignore[arg-type]
 
 
 _OPTIONS = {
@@ -179,10 +155,10 @@ def settings_lines(config: Config) -> list[str]:
     drawn += f", top_p {sampling.top_p:g}" if sampling.top_p < 1 else ""
     drawn += f", top_k {sampling.top_k}" if sampling.top_k else ""
     drawn += f", min_p {sampling.min_p:g}" if sampling.min_p else ""
-    stop = stop_texts(config)
+    stop, in_4_bits = stop_texts(config), ", its base in 4 bits" * (config.model.lora.base == "nf4")
     drawn += f", until {' or '.join(map(repr, stop))}" if stop else ""
     return [
-        f"model {config.model.path} in {config.model.compute_dtype}",
+        f"model {config.model.path} in {config.model.compute_dtype}{in_4_bits}",
         f"prompts: {prompt}",
         f"reward: {reward.kind}{said}",
         f"sampling: {sampling.samples_per_prompt} per prompt, {drawn}, at most {config.evaluated_length} tokens, "
@@ -281,7 +257,9 @@ def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[i
     import torch
 
     from dapo.checks.start import check_vocabulary, notice_generation_config
+    from dapo.model.adapters import has_adapter
     from dapo.model.loading import load_model, stop_token_ids
+    from dapo.model.nf4 import in_4_bits, narrow_base
     from dapo.model.placement import engine_device, set_threads
 
     config = prompting.config
@@ -295,6 +273,12 @@ def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[i
         # a loaded model stays as it is: load_model changes the types of its numbers and its attention
         source = config.model.path if prompting.model is None else copy.deepcopy(prompting.model)
         model = load_model(source, dtype, config.model.trust_remote_code, device)
+        if config.model.lora.base == "nf4" and has_adapter(model):
+            listener.phase(in_4_bits(narrow_base(model)))
+        elif config.model.lora.base == "nf4":
+            listener.warning(
+                "model.lora.base=nf4: is for the base of an adapter, and the model has none: it stays wide"
+            )
         model.requires_grad_(False)
         set_threads(config, model)
     stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)

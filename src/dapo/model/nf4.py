@@ -134,6 +134,17 @@ def narrow_base(model: Any) -> Any:
     return model
 
 
+def in_4_bits(model: Any) -> str:
+    """How much of ``model`` :func:`narrow_base` has made small, for people."""
+    parts = [part for name, part in decoder_layers(model).named_modules() if ".lora_" not in name]
+    small = [part for part in parts if isinstance(part, NF4Linear)]
+    layers = [part for part in parts if isinstance(part, nn.Linear | NF4Linear)]
+    now = sum(one.nbytes for part in small for one in (part.codes, part.scales))
+    before = sum(2 * part.codes.numel() * part.scales.itemsize for part in small)
+    told = f"{now / 2**20:.1f} MiB in place of {before / 2**20:.1f}"
+    return f"the base in 4 bits: {len(small)} of {len(layers)} linear layers, {told}"
+
+
 def numbers(parameter: torch.Tensor) -> int:
     """How many weights a parameter holds."""
     return parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1)

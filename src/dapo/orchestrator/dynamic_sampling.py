@@ -261,7 +261,7 @@ class DynamicSampling:
         admission = self.admission()
         until = admission.admitted[-1] + 1 if admission.complete else len(self.usable)
         draws = [d for d in self._draws[:until] if not d.carried]
-        return _mixed(draws), len(draws)
+        return sum(d.verdict is GroupVerdict.MIXED for d in draws), len(draws)
 
     def batch(self, keep_rate: float, spans: Sequence[Span] = ()) -> RolloutBatch:
         """The groups, each with what became of it, and the counts."""
@@ -325,10 +325,6 @@ class DynamicSampling:
             continued=sum(s.continued for d in own for s in d.received.values()),
             restarted=sum(d.restarted for d in own),
         )
-
-
-def _mixed(draws: Sequence[PendingGroup]) -> int:
-    return sum(d.verdict is GroupVerdict.MIXED for d in draws)
 
 
 def starved_message(batch: RolloutBatch, config: Config) -> str:

@@ -42,9 +42,7 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
     for override in overrides:
         key, _, value = override.partition("=")
         if key.strip() == "run.dir" and Path(value).resolve() != run.resolve():
-            raise ConfigError(
-                f"--resume {run}: {override}: a run goes on in its own folder; to keep both, copy it first"
-            )
+            raise ConfigError(f"--resume {run}: {override}: a run goes on in its folder; to keep both, copy it first")
     config = load_config(recipe or folder.config, [*overrides, f"run.dir={run}"])
     remedy = "as section.key=value or by naming the recipe: dapo train RECIPE --resume RUN"
     require_secrets(config.model_dump(mode="json"), f"--resume {run}", remedy)
@@ -127,9 +125,7 @@ def changes_at(
     begun, later = place.begun, [*FROM_THE_NEXT_STEP, *BETWEEN_STEPS]  # begun: the last step that has its settings
     later += ["fingerprint.advantage"] * (place.updates > 0)  # the step under way has its advantages
     if config.training.steps < place.steps:
-        raise ConfigError(
-            f"training.steps={config.training.steps}: {place.steps} steps of {folder.root} are done already"
-        )
+        raise ConfigError(f"training.steps={config.training.steps}: {place.steps} steps of {folder.root} are done")
 
     def first(key: str) -> int:
         return begun + 1 if is_one_of(key, later) else place.steps + 1

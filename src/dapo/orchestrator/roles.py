@@ -12,6 +12,7 @@ from dapo.config import Config
 from dapo.data.source import PromptSource
 from dapo.environments.player import player_for
 from dapo.model.loading import embedding_rows
+from dapo.model.nf4 import in_4_bits
 from dapo.observe.fingerprint import fingerprint
 from dapo.observe.progress import Listener
 from dapo.orchestrator.batch_builder import BatchBuilder
@@ -82,6 +83,8 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     builder = BatchBuilder(config, overrides.advantage)
     listener.phase("loading the model")
     placed = place(setup, builder.kl, out_of_time, wait, listener.warning)
+    if config.model.lora.base == "nf4":
+        listener.phase(in_4_bits(placed.model))
     given = overrides.functions | {"evaluation.metrics": overrides.metrics or {}}
     given["run.trackers"] = {f"python {number}": one for number, one in enumerate(overrides.trackers)}
     begun_with = source.fingerprint, source.prompts[0], setup.heldout

@@ -184,16 +184,18 @@ class Estimate:
 
     @property
     def rows(self) -> int:
-        """Sequences at once on a GPU, by the engine's limit and the room for keys and values."""
-        memory = self.memory()
-        cache = (
-            memory.cache + memory.cache_that_stays or self.divided * self.usable / self.kept - self.limits.weight_bytes
-        )
-        room = int(cache / self.limits.cache_bytes / (self.assumed.prompt + self.assumed.response))
-        return max(1, min(self.config.rollout.max_concurrent_samples, room))
+        return self.rows_with()
 
-    def would_fit(self) -> Iterator[tuple[str, float]]:
-        """What takes less, each with bytes of a GPU then; what is of no use is left out."""
+    def rows_with(self, config: Config | None = None, ranks: int | None = None) -> int:
+        """Sequences at once on a GPU, by the engine's limit and the room for keys and values."""
+        config, memory = config or self.config, self.memory(config, ranks)
+        own = self.divided * self.usable / self.kept - self.limits.weight_bytes
+        cache = memory.cache + memory.cache_that_stays or own
+        room = int(cache / self.limits.cache_bytes / (self.assumed.prompt + self.assumed.response))
+        return max(1, min(config.rollout.max_concurrent_samples, room))
+
+    def would_fit(self) -> Iterator[tuple[str, float, int]]:
+        """What takes less, each with bytes of a GPU then, and sequences at once; what is of no use is left out."""
         config, now = self.config, self.needed()
         together, _ = easing(config, self.usable, True, self.needed)
         for settings in (
@@ -203,8 +205,8 @@ class Estimate:
             {"training.offload_optimizer": True},
             together,
         ):
-            if (size := self.needed(with_values(config, settings))) < 0.98 * now:
-                yield settings_line(settings), size
+            if (size := self.needed(other := with_values(config, settings))) < 0.98 * now:
+                yield settings_line(settings), size, self.rows_with(other)
         if apart(config):
             return
         trains_one = has_adapter(self.shape)
@@ -215,14 +217,14 @@ class Estimate:
             adapted = replace(self, config=small, shape=shape_of(small, self.shape.config))
             keys = "model.lora.rank=16 " * (not trains_one) + "model.lora.base=nf4 " * (base == "nf4")
             for settings in ({}, together):
-                if (size := adapted.needed(with_values(small, settings))) < 0.98 * now:
-                    yield f"{keys}{settings_line(settings)}".strip(), size
+                if (size := adapted.needed(other := with_values(small, settings))) < 0.98 * now:
+                    yield f"{keys}{settings_line(settings)}".strip(), size, adapted.rows_with(other)
         for settings in ({}, together) if not trains_one else ():
             ranks, other = self.ranks, with_values(config, settings)
             while self.needed(other, ranks) > self.usable and ranks <= 2**13:  # more are not to be had
                 ranks *= 2
             if ranks > self.ranks and (size := self.needed(other, ranks)) <= self.usable:
-                yield f"{ranks} GPUs {settings_line(settings)}".strip(), size
+                yield f"{ranks} GPUs {settings_line(settings)}".strip(), size, self.rows_with(other, ranks)
 
     # -- seconds of a step ---------------------------------------------------------------------------------------------
 

@@ -43,9 +43,7 @@ def read_cluster(text: str) -> Cluster:
     name = names.get(_plain(found[3])) if found else None
     if found is None or name is None:
         known = ", ".join(name.replace(" ", "-") for name in CARDS)
-        raise ConfigError(
-            f"--cluster {text!r}: give hosts x GPUs x card, such as 8x8xH100, 8xH100 or H200; known: {known}"
-        )
+        raise ConfigError(f"--cluster {text!r}: give hosts x GPUs x card, such as 8x8xH100 or H200; known: {known}")
     first, second = int(found[1] or 1), int(found[2] or 1)
     return Cluster(first, second, name) if found[2] else Cluster(1, first, name)
 

@@ -26,17 +26,16 @@ class StageEstimate(Estimate):
     def longest(self) -> int:
         return int(self.config.data.max_length)
 
-    @property
-    def rows(self) -> int:
+    def rows_with(self, config: Any = None, ranks: int | None = None) -> int:
         """Of a micro-batch."""
-        return max(1, int(self.config.training.tokens_per_micro_batch // self._row_tokens()[0]))
+        return max(1, int((config or self.config).training.tokens_per_micro_batch // self._row_tokens()[0]))
 
     def _row_tokens(self) -> tuple[float, float]:
         """Tokens that are computed of a row, and those of them that are predicted; a prompt is computed once."""
         responses = (1 if isinstance(self.config, SFTConfig) else 2) * self.assumed.response
         return self.assumed.prompt + responses, responses
 
-    def would_fit(self) -> Iterator[tuple[str, float]]:
+    def would_fit(self) -> Iterator[tuple[str, float, int]]:
         return (one for one in super().would_fit() if "GPUs" not in one[0])  # a stage has one
 
     def operations(self) -> tuple[float, float]:

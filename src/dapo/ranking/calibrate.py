@@ -193,8 +193,6 @@ def passing(
         if least is None:
             who = "rows that do not say who wrote them (model)" if row.model == EVERY else f"responses of {row.model}"
             known = ", ".join(thresholds)
-            raise ConfigError(
-                f"there is no threshold for {who}, only for {known}; calibrate on labelled ones of it, too"
-            )
+            raise ConfigError(f"there is no threshold for {who}, only for {known}; calibrate on labelled ones, too")
         found.append([one for one in several if one.score is not None and one.score > least])
     return found

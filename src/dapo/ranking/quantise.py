@@ -25,8 +25,9 @@ _KEPT = ["lm_head", "score"]
 
 
 def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Write the quantised model to ``out`` and compare it with the original on ``texts``: bytes of weights, seconds for
-    a text, and how far logits (of a reward model: scores) move; of a policy how often the likeliest token stays.
+    """Write the quantised model to ``out`` and compare it with the original on ``texts``: bytes of weights, how many
+    linear layers of how many became small, seconds for a text, and how far logits (of a reward model: scores) move; of
+    a policy how often the likeliest token stays.
     Raises UserError: the kind needs a GPU or a package, or the folder is taken."""
     import transformers
 
@@ -57,9 +58,11 @@ def quantise(model: str, out: Path, kind: str, texts: Sequence[str]) -> dict[str
             small = loader.from_pretrained(found.path, quantization_config=config, **how)
         small.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        after, seconds_after, size_after = _run(loader.from_pretrained(folder, **how), tokenizer, texts)
+        loaded = loader.from_pretrained(folder, **how)
+        after, seconds_after, size_after = _run(loaded, tokenizer, texts)
     moved = torch.cat([(a - b).abs().flatten() for a, b in zip(after, before, strict=True)])
     told: dict[str, Any] = {"mib": [size / 2**20, size_after / 2**20], "seconds": [seconds, seconds_after]}
+    told["layers"] = small_layers(loaded)
     told |= {"mean_change": float(moved.mean()), "spread": float(torch.cat([b.flatten() for b in before]).std())}
     if not ranks:
         same = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(after, before, strict=True)])
@@ -95,6 +98,12 @@ def _run(model: Any, tokenizer: Any, texts: Sequence[str]) -> tuple[list[torch.T
         found.append(logits.float().cpu())
     size = sum(_bytes(weights) for weights in {id(p): p for p in model.parameters()}.values())
     return found[1:], sorted(seconds[1:])[len(texts) // 2], size
+
+
+def small_layers(model: Any) -> tuple[int, int]:
+    """Linear layers whose numbers take less than two bytes each, and all of them: what fits into no groups stays."""
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    return sum(_bytes(one.weight) < 2 * one.in_features * one.out_features for one in layers), len(layers)
 
 
 def _bytes(weights: torch.Tensor) -> int:

@@ -50,14 +50,15 @@ class Candidates:
         return bool(self.labels) and set(self.labels) <= {0.0, 1.0}
 
 
-def read_candidates(data: Sequence[str] | Table, limit: int | None = None) -> list[Candidates]:
-    """All rows of files, or of a table, in their order. Raises DataError: a row is bad; names all of them."""
+def read_candidates(data: Sequence[str] | Table, limit: int | None = None, bare: bool = False) -> list[Candidates]:
+    """All rows of files, or of a table, in their order. ``bare``: a prompt will do, without any response.
+    Raises DataError: a row is bad; names all of them."""
     tables = [data] if isinstance(data, Table) else [open_table(DataItem(path=file)) for file in data]
     every = [(one, number) for one in tables for number in range(min(len(one), limit or len(one)))]
     found, faults = list[Candidates](), list[str]()
     for table, number in every:
         try:
-            found.append(candidates(table.raw(number), table.place(number)))
+            found.append(candidates(table.raw(number), table.place(number), bare))
         except BadRow as fault:
             faults.append(f"{table.place(number)}: {fault}")
     if faults:
@@ -65,14 +66,14 @@ def read_candidates(data: Sequence[str] | Table, limit: int | None = None) -> li
     return found
 
 
-def candidates(row: Any, place: str = "") -> Candidates:
-    """A raw row as candidates. Raises BadRow: it holds none, or what it must not."""
+def candidates(row: Any, place: str = "", bare: bool = False) -> Candidates:
+    """A raw row as candidates. Raises BadRow: it holds none (``bare``: and no prompt), or what it must not."""
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object with keys, got {type(row).__name__}")
     row = {str(key): plain_value(value) for key, value in row.items()}
     held = {key for key, value in row.items() if value is not None}
     prompt = text_or_messages(row, "prompt") if "prompt" in held else ""
-    key, labels = next((key for key in _LABELS if key in held), ""), tuple[float, ...]()
+    key, texts, labels = next((key for key in _LABELS if key in held), ""), tuple[str, ...](), tuple[float, ...]()
     if pair := next((pair for pair in PAIRS if held.issuperset(pair) and "candidates" not in held), None):
         found = ranked(row, PairKeys(chosen_key=pair[0], rejected_key=pair[1], responses_key="-"), needs_prompt=False)
         prompt, texts, labels = found.prompt, found.responses, (1.0, 0.0)
@@ -80,7 +81,7 @@ def candidates(row: Any, place: str = "") -> Candidates:
         texts, labels = _all(row, key, str), _all(row, _LABELS[key], int, float, bool)
         if key == "responses" and "scores" not in held:
             labels = tuple(float(-k) for k in range(len(texts)))
-    else:
+    elif not (bare and prompt):
         raise BadRow(f"holds nothing to rank; what would work: {FORMS}")
     if labels and len(labels) != len(texts):
         raise BadRow(f"{len(labels)} labels for {len(texts)} responses")

@@ -57,9 +57,7 @@ def reward_function(
     Raises RewardError: the arguments do not fit, or the module has another function of this name.
     """
     if responses_per_call is not None and not batched:
-        raise RewardError(
-            f"reward_function: responses_per_call={responses_per_call} has no effect without batched=True"
-        )
+        raise RewardError(f"reward_function: responses_per_call={responses_per_call} does nothing without batched=True")
     if responses_per_call is not None and (type(responses_per_call) is not int or responses_per_call < 1):
         raise RewardError(
             f"reward_function: responses_per_call must be a whole number of at least 1, got {responses_per_call!r}"

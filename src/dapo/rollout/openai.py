@@ -105,9 +105,7 @@ class OpenAIEngine:
         """Try all that training needs of the server but new weights. ``longest``: tokens of prompt and response.
         Raises RemoteError: what is missing."""
         if self._rollout.request is not None:
-            raise RemoteError(
-                "rollout.request: such a server takes no weights; it can be evaluated, not trained through"
-            )
+            raise RemoteError("rollout.request: the server takes no weights; it can be evaluated, not trained through")
         await self._name()
         if self._longest < longest:
             text = f"takes {self._longest} tokens, but prompt and response may have {longest}"

@@ -127,7 +127,7 @@ def create_app(service: Service, weights_dir: Path | None = None, journal: Journ
         service.limits.max_body,
         service,
         _WORK.__contains__,
-        lambda status, text, headers: _error(status, text, headers=headers),
+        lambda status, text, headers: JSONResponse(error_body(status, text), status, headers),
         lambda *of: count(*of).inc(),
         lambda path: weights.largest_body(service.loaded, path),
     )
@@ -279,10 +279,6 @@ def _body_of(error: Exception) -> tuple[int, dict[str, Any]]:
         case _:
             _log.error("a request failed", exc_info=error)
             return 500, error_body(500, f"a fault of the server's: {type(error).__name__}: {error}")
-
-
-def _error(status: int, text: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(error_body(status, text), status, headers)
 
 
 async def serve(

@@ -221,9 +221,7 @@ def load_served(
     prompting = load_prompting(config)
     tokens = sum(room_for(config))
     if config.rollout.engine == "vllm" and copies > 1:
-        raise ConfigError(
-            "--engines: is for the native engine; with vLLM use rollout.tensor_parallel, or several servers"
-        )
+        raise ConfigError("--engines: is for the native engine; with vLLM use rollout.tensor_parallel or more servers")
     names = {name: None, **(adapters or {})}
     if apart is None:
         apart = config.rollout.engine == "native" and engine_device(config).type == "cuda"

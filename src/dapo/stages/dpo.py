@@ -49,15 +49,12 @@ class ReferenceLogprobs:
         before, done = len(self._known), 0
         for part in parts:
             done += len(part)
-            if any(self._key(one.prompt, response) not in self._known for one in part for response in one.responses):
-                self._add(policy, part)
+            keys = [self._key(one.prompt, response) for one in part for response in one.responses]
+            if not self._known.keys() >= set(keys):
+                self._known = dict(zip(keys, response_logprobs(policy, part), strict=True)) | self._known
                 tell(done)
         if len(self._known) > before:
             write_json(self._file, self._known)
-
-    def _add(self, policy: Policy, examples: Sequence[Example]) -> None:
-        keys = [self._key(one.prompt, response) for one in examples for response in one.responses]
-        self._known = dict(zip(keys, response_logprobs(policy, examples), strict=True)) | self._known
 
 
 def response_logprobs(policy: Policy, examples: Sequence[Example]) -> list[float]:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from dapo.errors import ModelError, UserError
 from dapo.model.adapters import has_adapter, read_weights, require_adapter
 from dapo.model.export import export_model
-from dapo.training.moments import BLOCK
+from dapo.training.moments import scales_of
 from dapo.util.files import new_folder, read_json, write_json
 
 WEIGHTS = "model.safetensors"
@@ -45,11 +45,15 @@ def load_weights(model: Any, folder: Path) -> None:
     if has_adapter(model):
         read_weights(model, require_adapter(folder))
         return
+    read_into(dict(model.named_parameters()), folder)
+
+
+def read_into(parameters: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """:func:`load_weights`, of the ``parameters`` by name."""
     try:
         saved = read_tensors(folder, WEIGHTS)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(f"{folder}: the weights cannot be read: {type(error).__name__}: {error}") from None
-    parameters = dict(model.named_parameters())
     if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in parameters.items()}:
         raise ModelError(f"{folder}: holds the weights of another model")
     with torch.no_grad():
@@ -78,7 +82,7 @@ def load_optimizer(
         name, _, kind = key.rpartition("/")
         shape = parameters[name].shape if name in numbers else None
         if shape and kind.endswith("_scale"):
-            shape = torch.Size([shape.numel() // BLOCK])
+            shape = torch.Size([scales_of(shape.numel())])
         if shape is None or (tensor.dim() and tensor.shape != shape):
             raise UserError(f"{folder}: holds the optimizer of another model: no parameter fits {key}")
         states.setdefault(numbers[name], {})[kind] = tensor

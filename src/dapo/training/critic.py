@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dapo.algorithm.gae import ValueObjective, ValueTokens
@@ -21,7 +20,7 @@ from dapo.model.classifier import as_classifier
 from dapo.model.loading import context_limit, copy_model, load_tokenizer
 from dapo.records import FloatArray, TokenBatch, starts_of
 from dapo.training.base_learner import Watched
-from dapo.training.checkpoint import read_tensors
+from dapo.training.checkpoint import read_into
 from dapo.training.micro_batch import MicroBatch, upload
 from dapo.training.parallel.holding import MODEL, Parameters, Replica
 from dapo.training.parallel.ranks import Ranks
@@ -167,15 +166,7 @@ class _HeadOnly(Replica):
             save_file({name: p.detach().cpu() for name, p in parameters.items()}, staging / MODEL)
 
     def load_weights(self, model: Any, folder: Path, parameters: Parameters) -> None:
-        try:
-            saved = read_tensors(folder, MODEL)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise ModelError(f"{folder}: cannot be read: {error}") from None
-        if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in parameters.items()}:
-            raise ModelError(f"{folder}: holds the weights of another model")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(saved[name])
+        read_into(parameters, folder)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,6 +22,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.nn.utils import get_total_norm
 
 from dapo.records import IntArray, TokenBatch
 from dapo.training.micro_batch import MicroBatch, micro_batches, select_tokens
@@ -147,7 +148,7 @@ def diagnose(
     policy.held.end_passes()
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     not_finite = [name for name, gradient in reversed(gradients.items()) if not _finite(gradient)]
-    overflow = gradients and not not_finite and not math.isfinite(_norm(gradients.values()))
+    overflow = gradients and not not_finite and not get_total_norm(gradients.values()).isfinite()
     return Fault(
         weight=next((name for name, p in parameters.items() if not _finite(p)), None),
         layer=watch.first,
@@ -255,10 +256,6 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
 
 def _finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
-def _norm(tensors: Any) -> float:
-    return float(torch.nn.utils.get_total_norm(tensors))
 
 
 def _tensors(record: Any) -> dict[str, torch.Tensor]:

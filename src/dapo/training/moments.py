@@ -31,9 +31,14 @@ def in_8_bits(numbers: int) -> bool:
     return numbers >= _SMALL and numbers % BLOCK == 0
 
 
+def scales_of(numbers: int) -> int:
+    """How many a tensor of so many numbers in 8 bits has."""
+    return numbers // BLOCK
+
+
 def moment_bytes(numbers: int, kind: str) -> int:
     """Of both moments of a tensor."""
-    return 2 * numbers + 8 * numbers // BLOCK if kind == "int8" and in_8_bits(numbers) else 8 * numbers
+    return 2 * numbers + 8 * scales_of(numbers) if kind == "int8" and in_8_bits(numbers) else 8 * numbers
 
 
 def streamed_bytes(numbers: int, kind: str, offload: bool) -> int:
@@ -73,7 +78,7 @@ class StoredAdamW(torch.optim.AdamW):
         """``kind``: float32 or int8. ``part``: numbers that are worked on at a time, a multiple of ``BLOCK``."""
         super().__init__(parameters, **settings)
         self._kind, self._offload, self._part = kind, offload, part
-        self._steps = 0
+        self._moved = 0
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -83,15 +88,15 @@ class StoredAdamW(torch.optim.AdamW):
         for parameter in moving:
             if not self.state.get(parameter):
                 self.state[parameter] = self._first(parameter)
-        # of the step, so that a run that goes on rounds as one that never stopped
-        noise = torch.Generator(moving[0].device if moving else "cpu").manual_seed(self._steps + 1)
+        # of steps that the state counts, so that a run that goes on rounds as one that never stopped
+        noise = torch.Generator(moving[0].device if moving else "cpu").manual_seed(self._moved + 1)
         torn = self.torn
         for part in self._parts(moving):
             self._move(part, group, noise)
         if moving:
             torch._foreach_add_([self.state[parameter]["step"] for parameter in moving], 1)
         self.torn = torn
-        self._steps += 1
+        self._moved += len(moving)
         if self._offload and noise.device.type == "cuda":
             torch.cuda.current_stream(noise.device).synchronize()  # whoever reads the moments now does so on the host
 
@@ -104,7 +109,7 @@ class StoredAdamW(torch.optim.AdamW):
         for number, state in state_dict["state"].items():
             parameter = group["params"][number]
             self.state[parameter] = {name: self._at_rest(name, value, parameter) for name, value in state.items()}
-            self._steps = max(self._steps, int(state["step"]))
+        self._moved = sum(int(state["step"]) for state in state_dict["state"].values())
 
     def _first(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         narrow = self._kind == "int8" and in_8_bits(parameter.numel())
@@ -112,7 +117,7 @@ class StoredAdamW(torch.optim.AdamW):
         for name in _MOMENTS:
             made[name] = torch.zeros(parameter.shape, dtype=torch.uint8 if narrow else torch.float32, device="meta")
             if narrow:
-                made[f"{name}_scale"] = torch.zeros(parameter.numel() // BLOCK, device="meta")
+                made[f"{name}_scale"] = torch.zeros(scales_of(parameter.numel()), device="meta")
         return {name: self._at_rest(name, value, parameter) for name, value in made.items()}
 
     def _at_rest(self, name: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -46,9 +46,7 @@ def advantage_column(groups: Iterable[Group]) -> FloatArray:
     rows = [(group.draw, sample) for group in groups for sample in group.samples if sample.scored]
     for draw, sample in rows:
         if sample.in_loss and not math.isfinite(sample.advantage):
-            raise ValueError(
-                f"draw {draw}, sample {sample.index}: in the loss, but its advantage is {sample.advantage}"
-            )
+            raise ValueError(f"draw {draw}, sample {sample.index}: in the loss, its advantage is {sample.advantage}")
     found = [_advantages(part, sample.advantage) for _, sample in rows for part in sample.parts]
     joined: FloatArray = _joined(found, np.float32)
     return joined

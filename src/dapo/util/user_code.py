@@ -117,9 +117,7 @@ def _import_module(name: str, wrong: Callable[[str], UserError]) -> ModuleType:
 
 def _nearest(name: str, functions: list[str]) -> str:
     near = difflib.get_close_matches(name, functions, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"it has {', '.join(functions)}" if functions else "it has no functions"
+    return f"did you mean {near[0]}?" if near else f"it has {', '.join(functions) or 'no functions'}"
 
 
 def describe(error: BaseException) -> str:

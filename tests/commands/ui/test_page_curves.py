@@ -98,7 +98,7 @@ def test_ages_are_stacked_by_number_and_not_by_name() -> None:
 def test_what_is_told_of_sampling_beside_the_updates() -> None:
     ahead = {"overlap/wall": 10.0, "overlap/seconds": 2.5, "overlap/won": 0.2, "idle/learner": 7.0, "idle/engine": 0.5}
     told = curves.overlap_told([{"step": 1} | ahead, {"step": 2} | ahead])
-    assert "saved 20% " in told and "for samples 70%;" in told and told.endswith("was idle 5%.")
+    assert "saved 20% " in told and "for samples 70%;" in told and told.endswith("idled 5%.")
     assert "little to win" in curves.overlap_told([{"step": 1} | ahead | {"overlap/seconds": 0.5}])
     turns = {"step": 1, "time/step": 10.0, "time/rollout": 8.0, "time/reward_wait": 1.0}
     assert "Sampling is 90% of a step" in (told := curves.overlap_told([turns]))

@@ -129,9 +129,5 @@ def _cells(sample: Mapping[str, Any]) -> list[str]:
     entropy = "-" if sample.get("entropy") is None else f"{sample['entropy']:.3f}"
     places = [str(sample.get(name)) for name in ("step", "row", "draw", "index", "status")]
     numbers = [_number(sample.get("reward")), _number(sample.get("advantage")), str(sample.get("length")), entropy]
-    answers = [_cut(one_line(sample.get(name)), _LONGEST_ANSWER) for name in ("extracted", "gold")]
-    return [*places, said, *numbers, *answers]
-
-
-def _cut(text: str, cells: int) -> str:
-    return set_cell_size(text, min(cell_len(text), cells))
+    answers = [one_line(sample.get(name)) for name in ("extracted", "gold")]
+    return [*places, said, *numbers, *(set_cell_size(text, min(cell_len(text), _LONGEST_ANSWER)) for text in answers)]

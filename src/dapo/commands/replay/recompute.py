@@ -17,7 +17,7 @@ from dapo.config import Config
 from dapo.orchestrator.step_metrics import soft_penalty
 from dapo.records import Group, Sample, TokenBatch
 from dapo.training.learner import loss_weights
-from dapo.training.micro_batch import MicroBatch, micro_batch, select_tokens
+from dapo.training.micro_batch import micro_batch, select_tokens
 from dapo.training.objective_protocol import Objective
 from dapo.training.packing import pack
 from dapo.training.policy import Policy
@@ -164,11 +164,6 @@ class Update:
     inputs: TokenInputs
 
 
-def _alone(policy: Policy, update: Update, number: int) -> tuple[MicroBatch, TokenInputs]:
-    part = micro_batch(update.batch, np.array([number]), policy.device)
-    return part, select_tokens(update.inputs, part.index)
-
-
 def stored_tokens(sample: Sample, decode: Callable[[int], str]) -> list[dict[str, Any]]:
     return [
         {"token": int(token), "text": decode(int(token)), "version": int(version), "engine_logprob": float(logprob)}
@@ -187,7 +182,8 @@ def traced_tokens(policy: Policy, update: Update, objective: Objective, number: 
         policy: with the weights before the update.
         number: of the sample in the update's batch.
     """
-    part, inputs = _alone(policy, update, number)
+    part = micro_batch(update.batch, np.array([number]), policy.device)
+    inputs = select_tokens(update.inputs, part.index)
     if not len(part.targets):
         return []
     logprobs, entropy = policy.evaluate(part)

@@ -136,9 +136,7 @@ def overlap_told(entries: Sequence[Entry]) -> str:
     if wall:
         saved = both / (wall + both)
         told = f"{over} sampling beside the updates saved {saved:.0%} of the time that taking turns would have taken. "
-        told += (
-            f"Of the rest, the learner waited for samples {waited / wall:.0%}; the engine was idle {idle / wall:.0%}."
-        )
+        told += f"Of the rest, the learner waited for samples {waited / wall:.0%}; the engine idled {idle / wall:.0%}."
         return told + (" There is little to win where one of the two is most of a step." if saved < 0.05 else "")
     seconds, sampling = total("time/step"), total("time/rollout", "time/reward_wait")
     if not seconds:

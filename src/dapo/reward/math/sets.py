@@ -122,11 +122,9 @@ def _braced(inner: str) -> RealSet | None:
         is_about_it = described is not None and described.variable.lstrip("\\") in ("", letter)
         return described._replace(variable="") if described is not None and is_about_it else None
     values = [real_number(item) for item in cut(inner, "[,;]").pieces]
-    return _points(values) if all(value is not None for value in values) else None
-
-
-def _points(values: list[Any], variable: str = "") -> RealSet:
-    return RealSet(tuple(values), lambda x: any(close(x, value) for value in values), variable)
+    if any(value is None for value in values):
+        return None
+    return RealSet(tuple(values), lambda x: any(close(x, value) for value in values), "")
 
 
 def _interval(brackets: str, first: str, last: str) -> RealSet | None:

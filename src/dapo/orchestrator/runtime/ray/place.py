@@ -28,9 +28,7 @@ async def place_on_ray(setup: Setup, kl: AdaptiveKL, tell: Callable[[str], objec
     """As :func:`dapo.orchestrator.runtime.place`. ``tell``: hears of engines that died."""
     config, overrides = setup.config, setup.overrides
     if overrides.model is not None:
-        raise ConfigError(
-            "model: with runtime.kind=ray its workers load it from a folder; save it, and give model.path"
-        )
+        raise ConfigError("model: with runtime.kind=ray its workers load it from a folder; save it and give model.path")
     cluster = Cluster.join(config)
     try:
         await cluster.start()

@@ -118,7 +118,7 @@ class PagedRunner(RowsRunner):
     def progress(self) -> Progress:
         """While the device is at work, a step for fewer rows is captured: towards the end there will be fewer."""
         if self._steps:
-            self._steps.prepare_one(self._ahead)
+            self._steps.prepare_one(self._ahead, 8 * self._head.weight.shape[0])
         return super().progress()
 
     def sleep(self) -> None:
@@ -180,14 +180,14 @@ class _CudaSteps:
                 self._graphs[key] = self._capture(rows, variant)
         self._graphs[key].replay()
 
-    def prepare_one(self, wanted: Sequence[tuple[int, Variant]]) -> None:
-        """Capture the first that has no graph yet. Nothing here waits for the device, which goes on meanwhile."""
-        for key in wanted:
-            if key not in self._graphs:
-                with _CAPTURING:
-                    self._try(*key)
-                    self._graphs[key] = self._capture(*key)
-                return
+    def prepare_one(self, wanted: Sequence[tuple[int, Variant]], row_bytes: int) -> None:
+        """Capture the first that has no graph yet, if there is memory to spare: ``row_bytes`` for each row, for the
+        trial and for the graph. Nothing here waits for the device, which goes on meanwhile."""
+        key = next((key for key in wanted if key not in self._graphs), None)
+        if key and torch.cuda.mem_get_info(self._rows.device)[0] > 2 * key[0] * row_bytes:
+            with _CAPTURING:
+                self._try(*key)
+                self._graphs[key] = self._capture(*key)
 
     def forget(self) -> None:
         """The addresses of something have changed."""
