@@ -143,6 +143,8 @@ class StageConfig(Section):
             )
         if self.runtime.kind != "local":
             raise Problems(f"runtime.kind: is {self.runtime.kind}, but a stage runs in one process; use local")
+        if self.runtime.exact:
+            raise Problems("runtime.exact: is for what is sampled, and a stage samples nothing; leave it out")
         return self
 
 

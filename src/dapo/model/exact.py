@@ -12,11 +12,11 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 CPU_ROWS = 32
 """Rows of a product on a CPU: its library is called with this number of them, the last ones filled up with zeros."""
@@ -52,20 +52,36 @@ def row_invariant(on: bool = True) -> Iterator[None]:
 def rounded_parameters(model: Any, dtype: torch.dtype, on: bool = True) -> Iterator[None]:
     """Inside, ``model`` computes with its parameters rounded to ``dtype``, as an engine holds them; gradients reach the
     parameters themselves. Not ``on``: nothing happens. For the one thread that computes with the model."""
-    places = [
-        (module._parameters, name, parameter)
-        for module in (model.modules() if on else ())
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.dtype != dtype
-    ]
-    narrow = {id(parameter): parameter.to(dtype) for _, _, parameter in places}  # tied ones once
-    for held, name, parameter in places:
-        held[name] = narrow[id(parameter)]
+    wide = [place for place in _places(model) if place[2].dtype != dtype] if on else []
+    narrow = {id(parameter): parameter.to(dtype) for _, _, parameter in wide}  # tied ones once
+    with _exchanged([(held, name, narrow[id(parameter)]) for held, name, parameter in wide]):
+        yield
+
+
+def parameters_of_now(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Inside of what it returns, to be called later, ``module`` has the rounded parameters that it has now, if any."""
+    rounded = [place for place in _places(module) if not isinstance(place[2], nn.Parameter)]
+    return lambda: _exchanged(rounded)
+
+
+_Places = list[tuple[Any, str, Tensor]]  # of parameters: the module's dictionary, the name in it, and what is there
+
+
+def _places(module: nn.Module) -> _Places:
+    every = ((one._parameters, name, p) for one in module.modules() for name, p in one._parameters.items())
+    return [(held, name, p) for held, name, p in every if p is not None]
+
+
+@contextmanager
+def _exchanged(places: _Places) -> Iterator[None]:
+    before = [(held, name, held[name]) for held, name, _ in places]
+    for held, name, tensor in places:
+        held[name] = tensor
     try:
         yield
     finally:
-        for held, name, parameter in places:
-            held[name] = parameter
+        for held, name, tensor in before:
+            held[name] = tensor
 
 
 def _replace_operations() -> None:
@@ -74,7 +90,7 @@ def _replace_operations() -> None:
     with _lock:
         if _library is not None:
             return
-        library: Any = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+        library: Any = torch.library.Library("aten", "IMPL")
         ours: dict[str, Callable[..., Tensor]] = {"mm": _mm, "addmm": _addmm}
         devices = {"CPU": ours | {"silu": _silu, "gelu": _gelu}}
         if torch.cuda.is_available():

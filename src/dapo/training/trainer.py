@@ -85,8 +85,7 @@ class Trainer:
             config: optimizer, warm-up, token budget.
             temperature: of the distribution trained on, which is that sampled from.
             compute_dtype: float32, or bfloat16 (the backbone then runs under autocast).
-            held: how this rank has the model, if there are several; they call everything together.
-            exact: as in :class:`~dapo.training.policy.Policy`.
+            held, exact: as in :class:`~dapo.training.policy.Policy`; several ranks call everything together.
         """
         if has_adapter(model):
             for parameter in adapter_parameters(model).values():
