@@ -1,8 +1,8 @@
 """The attention of ``runtime.exact``: every token a row of its own, computed as a step of decoding computes it.
 
-The engine reads prompts with it and the trainer makes its forward pass by it, so that both have the bits of decoding. On
-a GPU that is the decode kernel itself, over pages; on a CPU :func:`attend_in_blocks`. Backward passes are those of the
-ordinary packed attention.
+The engine reads prompts with it and the trainer makes its forward pass by it, so that both have the bits of decoding.
+On a GPU that is the decode kernel itself, over pages; on a CPU :func:`attend_in_blocks`. Backward passes are those of
+the ordinary packed attention.
 """
 
 from __future__ import annotations
