@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 CPU_ROWS = 32
-"""Rows of a product on a CPU: its library is called with this number of them, the last ones filled up with zeros."""
+"""Rows of a product on a CPU: a library is called with this number of them, the last ones filled up with zeros."""
 
 _local = threading.local()
 _lock = threading.Lock()
@@ -90,98 +91,78 @@ def _replace_operations() -> None:
     with _lock:
         if _library is not None:
             return
-        library: Any = torch.library.Library("aten", "IMPL")
-        ours: dict[str, Callable[..., Tensor]] = {"mm": _mm, "addmm": _addmm}
-        devices = {"CPU": ours | {"silu": _silu, "gelu": _gelu}}
+        products: dict[str, Callable[..., Tensor]] = {"mm": _product, "addmm": _product_and_bias}
+        devices = {"CPU": products | {"silu": _silu, "gelu": _gelu}}
         if torch.cuda.is_available():
-            devices["CUDA"] = ours | {"mm.dtype": _mm_wide, "mean.dim": _mean}
+            devices["CUDA"] = products | {"mm.dtype": _product, "mean.dim": _mean}
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch tells of the first operation that is replaced
             for device, operations in devices.items():
-                for name, operation in operations.items():
-                    library.impl(name, operation, device)
+                for name, ours in operations.items():
+                    library.impl(name, _where_asked(name, ours), device)
         _library = library
 
 
-def _mm(left: Tensor, right: Tensor) -> Tensor:
-    if not active():
-        return _out("mm", left, left, right)
-    return _by_kernel(left, right) if left.is_cuda else _by_blocks(torch.ops.aten.mm.out, left, right)
+def _where_asked(name: str, ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    packet, _, overload = name.partition(".")
+    # with an argument for the result it is an operation of its own, which is not replaced
+    plain = getattr(getattr(torch.ops.aten, packet), "dtype_out" if overload == "dtype" else "out")
+
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        if active():
+            return ours(*args, **kwargs)
+        dtype = args[2] if overload == "dtype" else kwargs.get("dtype") or args[0].dtype
+        return plain(*args, **kwargs, out=args[0].new_empty(0, dtype=dtype))
+
+    return operation
 
 
-def _mm_wide(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
-    if not active():
-        out = torch.empty(len(left), right.shape[1], dtype=out_dtype, device=left.device)
-        return torch.ops.aten.mm.dtype_out(left, right, out_dtype, out=out)  # type: ignore[no-any-return]
-    return _by_kernel(left, right, dtype=out_dtype)
-
-
-def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    if not active():
-        return _out("addmm", left, bias, left, right, beta=beta, alpha=alpha)
-    if beta != 1 or alpha != 1 or bias.dim() != 1:
-        raise RuntimeError("runtime.exact knows sums with a product in linear layers only")
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None, bias: Tensor | None = None) -> Tensor:
     if left.is_cuda:
-        return _by_kernel(left, right, bias)
+        from dapo.model.exact_kernels import product  # needs Triton
 
-    def with_bias(rows: Tensor, right: Tensor, *, out: Tensor) -> None:
-        torch.ops.aten.addmm.out(bias, rows, right, out=out)
-
-    return _by_blocks(with_bias, left, right)
-
-
-def _by_kernel(left: Tensor, right: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    from dapo.model.exact_kernels import product  # needs Triton
-
-    return product(left, right, bias, dtype or left.dtype)
-
-
-def _by_blocks(operation: Any, left: Tensor, right: Tensor) -> Tensor:
-    """``operation`` on :data:`CPU_ROWS` rows at a time."""
+        return product(left, right, bias, dtype or left.dtype)
     rows = len(left)
-    padded = left.new_zeros(-(-rows // CPU_ROWS) * CPU_ROWS, left.shape[1])
-    padded[:rows] = left
+    padded = F.pad(left, (0, 0, 0, -rows % CPU_ROWS)).contiguous()
     out = left.new_empty(len(padded), right.shape[1])
-    for some, result in zip(padded.split(CPU_ROWS), out.split(CPU_ROWS), strict=True):
-        operation(some, right, out=result)
+    for start in range(0, rows, CPU_ROWS):
+        some = slice(start, start + CPU_ROWS)
+        if bias is None:
+            torch.ops.aten.mm.out(padded[some], right, out=out[some])
+        else:
+            torch.ops.aten.addmm.out(bias, padded[some], right, out=out[some])
     return out[:rows]
 
 
-def _mean(values: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    last = dim is not None and [d % values.dim() for d in dim] == [values.dim() - 1]
-    if not active():
-        return _out("mean", values, values, dim, keepdim, dtype=dtype)
-    if not last or dtype not in (None, values.dtype):
-        raise RuntimeError("runtime.exact knows means over the last dimension only")
+def _product_and_bias(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if beta != 1 or alpha != 1 or bias.dim() != 1:
+        raise RuntimeError("runtime.exact: of sums with a product those of linear layers alone are known")
+    return _product(left, right, bias=bias)
+
+
+def _mean(values: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    if dim is None or [d % values.dim() for d in dim] != [values.dim() - 1] or dtype not in (None, values.dtype):
+        raise RuntimeError("runtime.exact: of means those over the last dimension alone are known")
     from dapo.model.exact_kernels import row_means  # needs Triton
 
     means = row_means(values)
     return means.unsqueeze(-1) if keepdim else means
 
 
-# The last numbers of a tensor, which fill no vector of the processor, go through other functions than the rest. Those
-# that are composed here from an exponential have no such rest.
+# On a CPU the last numbers of a tensor, which fill no vector of the processor, get these functions by other code than
+# the rest, with other bits. What they are composed of here has no such rest.
 
 
 def _silu(values: Tensor) -> Tensor:
-    if not active():
-        return _out("silu", values, values)
     x = values.float()
     return (x / (1 + torch.exp(-x))).to(values.dtype)
 
 
 def _gelu(values: Tensor, *, approximate: str = "none") -> Tensor:
-    if not active():
-        return _out("gelu", values, values, approximate=approximate)
     x = values.float()
     if approximate == "tanh":
         inner = torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
     else:
         inner = torch.erf(x * math.sqrt(0.5))
     return (0.5 * x * (1 + inner)).to(values.dtype)
-
-
-def _out(name: str, like: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What PyTorch computes: the form with ``out`` is an operation of its own, which is not replaced."""
-    dtype = kwargs.get("dtype") or like.dtype
-    return getattr(torch.ops.aten, name).out(*args, **kwargs, out=like.new_empty(0, dtype=dtype))  # type: ignore[no-any-return]

@@ -81,7 +81,7 @@ class RowAttention(PackedAttention):
     def _over_pages(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """On a GPU, each sequence with pages of its own, which all layers use in turn."""
         if self._paged is None:
-            self._paged = self._make_pages(*key.shape[1:], key.dtype)
+            self._paged = self._make_pages(key.shape[1], key.shape[2], key.dtype)
         pool, table, position, slots = self._paged
         place = self._tokens[2]
         store(pool.tensor, 0, key.index_select(0, place), value.index_select(0, place), slots)
