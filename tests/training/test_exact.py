@@ -26,7 +26,7 @@ from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.packing import pack
 from dapo.training.trainer import Trainer
 from helpers import ARCHITECTURES, VOCAB, random_model
-from run_cases import run, steps_of
+from run_cases import ON_GPU, run, steps_of
 
 PROMPTS = (1, 3, 20, 33)
 LONGEST, TEMPERATURE = 90, 0.8
@@ -41,10 +41,10 @@ def exact_trainer(model: Any, dtype: torch.dtype, checkpointing: bool = False) -
     return Trainer(model, config, TEMPERATURE, dtype, exact=RowAttention)
 
 
-def exact_engine(trainer: Trainer, samples: int = 7, **options: Any) -> NativeEngine:
+def exact_engine(trainer: Trainer, samples: int = 7, stop_ids: tuple[int, ...] = (1,), **options: Any) -> NativeEngine:
     twin = copy_model(trainer.policy.model, trainer.policy.compute_dtype)
     sizes = {"max_sequence_tokens": LONGEST, "max_concurrent_samples": samples} | options
-    return NativeEngine(twin, (1,), exact=TEMPERATURE, **sizes)
+    return NativeEngine(twin, stop_ids, exact=TEMPERATURE, **sizes)
 
 
 def sampled(engine: NativeEngine, prompts=PROMPTS, samples: int = 3, tokens: int = 40) -> list[Group]:
@@ -71,7 +71,8 @@ def sampled(engine: NativeEngine, prompts=PROMPTS, samples: int = 3, tokens: int
 
 
 def assert_equal_bits(trainer: Trainer, groups: list[Group]) -> None:
-    for order, budget in ((groups, 2048), (groups[::-1], 100), (groups[1:], 300)):
+    longest = int(pack(groups).lengths.max())
+    for order, budget in ((groups, 2**14), (groups[::-1], longest), (groups[1:], 3 * longest)):
         batch = pack(order)
         trainer.policy = replace(trainer.policy, tokens_per_micro_batch=budget)
         found = trainer.logprobs(batch).cpu()
@@ -205,10 +206,32 @@ def test_threads_do_not_matter() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.gpu
+def test_samples_that_lost_their_pages() -> None:
+    trainer = exact_trainer(load_model(random_model("qwen2"), device="cuda"), torch.bfloat16)
+    page = 3 * 2 * 2 * 32 * 8 * 2  # layers, keys and values, heads, tokens, numbers, bytes
+    engine = exact_engine(trainer, 12, (), max_sequence_tokens=250, cache_bytes=32 * page)
+    groups = sampled(engine, tokens=200)
+    assert engine._decoder.preemptions > 0
+    assert_equal_bits(trainer, groups)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_and_real_sizes(dtype: torch.dtype) -> None:
+    """Products by both tiles, and steps of many numbers of rows."""
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    trainer = exact_trainer(load_model(random_model("qwen2", **sizes), device="cuda"), dtype)
+    assert_equal_bits(trainer, sampled(exact_engine(trainer, 100), samples=48, tokens=50))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_has_no_mismatch(dtype: str, tmp_path: Path) -> None:
-    changes = {"runtime.exact": True, "runtime.deterministic": False, "model.compute_dtype": dtype}
-    run(tmp_path / "run", changes | {"training.steps": 2, "algorithm.kl.mode": "measure"})
+def test_a_run_has_no_mismatch(dtype: str, device: str, tmp_path: Path) -> None:
+    changes = {"runtime.exact": True, "runtime.deterministic": False, "training.steps": 2}
+    if device == "cuda":
+        changes = ON_GPU | changes
+    run(tmp_path / "run", changes | {"model.compute_dtype": dtype, "algorithm.kl.mode": "measure"})
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 2
     for step in steps:
