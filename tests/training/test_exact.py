@@ -249,3 +249,8 @@ def test_a_run_has_no_mismatch(dtype: str, device: str, tmp_path: Path) -> None:
 def test_what_cannot_be_exact_is_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"runtime.exact: does not go with {key}={value}; .*{key}="):
         build_config(nested({"model.path": "tiny", "runtime.exact": True, key: value}))
+
+
+def test_an_engine_from_python_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.exact: needs the native engine"):
+        run(tmp_path / "run", {"runtime.exact": True, "algorithm.proximal": "recompute"}, engine=lambda *_: None)

@@ -22,7 +22,7 @@ from dapo.data.rows import Table
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.environments.player import scores_itself
-from dapo.errors import ConfigError, DataError, ModelError, extra, first_line
+from dapo.errors import DataError, ModelError, extra, first_line
 from dapo.model.adapters import find_adapter
 from dapo.model.loading import (
     check_supported,
@@ -121,10 +121,6 @@ def make_engine(
         StartError: vLLM does not start.
     """
     own = own_part(config, "rollout.engine", inputs.engine)
-    if own is not None and config.runtime.exact:
-        raise ConfigError(
-            "runtime.exact: needs the native engine, and an engine of your own was given; use exact=false"
-        )
     if own is None and config.rollout.engine == "openai":
         return openai_engine(config, model, stop_ids)
     sizes: dict[str, Any] = {

@@ -173,12 +173,12 @@ class Rows:
 class RowsRunner:
     """What all runners have in common: a Transformers model, and :class:`Rows`."""
 
-    def __init__(self, model: Any, rows: Rows, exact: float | None = None) -> None:
-        """``exact``: the trainer's temperature; tokens drawn at it have log-probs with the trainer's bits then."""
+    exact: float | None = None
+    """The trainer's temperature, if tokens drawn at it are to have log-probs with the trainer's bits."""
+
+    def __init__(self, model: Any, rows: Rows) -> None:
         self.model = model
         self.state = rows
-        self.exact = exact
-        self.attention: type[PackedAttention] = PackedAttention if exact is None else RowAttention
 
     @property
     def rows(self) -> int:
@@ -194,6 +194,10 @@ class RowsRunner:
 
     def progress(self) -> Progress:
         return self.state.progress()
+
+    def packed(self, lengths: Sequence[int]) -> PackedAttention:
+        """The attention of prompts of these lengths."""
+        return (PackedAttention if self.exact is None else RowAttention)(lengths, self.state.device)
 
     def as_trained(self, logprobs: Tensor, raw: Tensor, head: Head, tokens: Tensor, settings: RowSettings) -> Tensor:
         """``logprobs`` of ``tokens``, where ``exact`` asks for it those that the trainer reads from the same ``raw``

@@ -59,8 +59,10 @@ def slot_decoder(
 
     Raises ModelError: the machine cannot give the cache's memory.
     """
+    runner = SlotRunner(model, stop_token_ids, max_concurrent_samples, max_sequence_tokens, pinned=deterministic)
+    runner.exact = exact
     return Decoder(
-        SlotRunner(model, stop_token_ids, max_concurrent_samples, max_sequence_tokens, deterministic, exact),
+        runner,
         pages=max_concurrent_samples + 4,  # enough to keep aside for rows to grow by; none is taken
         page_tokens=0,
         max_sequence_tokens=max_sequence_tokens,
@@ -87,15 +89,7 @@ class SlotRunner(RowsRunner):
     Memory is taken page by page as sequences reach it, and given back by :meth:`sleep` unless it is little.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        stop_ids: Sequence[int],
-        slots: int,
-        max_tokens: int,
-        pinned: bool = False,
-        exact: float | None = None,
-    ) -> None:
+    def __init__(self, model: Any, stop_ids: Sequence[int], slots: int, max_tokens: int, pinned: bool = False) -> None:
         """
         Args:
             max_tokens: longest sequence, prompt and response.
@@ -117,7 +111,7 @@ class SlotRunner(RowsRunner):
         self.values: list[Tensor]
         self._take_memory()  # pages that nobody writes cost nothing: where it fails, it does so before there is work
         self.sleep()
-        super().__init__(model, rows := Rows(slots, max_tokens, 0, stop_ids, "cpu"), exact)
+        super().__init__(model, rows := Rows(slots, max_tokens, 0, stop_ids, "cpu"))
         every = vars(rows) | {name: getattr(rows.settings, name) for name in RowSettings.__slots__}
         self._arrays = {name: tensor.numpy() for name, tensor in every.items() if isinstance(tensor, Tensor)}
         self._index = np.arange(slots)
@@ -137,7 +131,7 @@ class SlotRunner(RowsRunner):
         found = [_Prompt() for _ in prompts]
         token_ids = torch.from_numpy(np.concatenate(prompts))
         position_ids = torch.cat([torch.arange(n) for n in lengths])
-        hidden = hidden_states(self.model, token_ids, position_ids, _Prefill(found, self.attention(lengths)))
+        hidden = hidden_states(self.model, token_ids, position_ids, _Prefill(found, self.packed(lengths)))
         for prompt, state in zip(found, hidden[torch.tensor(lengths).cumsum(0) - 1], strict=True):
             prompt.logits = self._head.raw(state[None])
         return found

@@ -65,8 +65,8 @@ def paged_decoder(
             "rollout.max_concurrent_samples, or raise rollout.cache_gib"
         )
     pool = Pool(replace(shape, pages=pages), device)
-    sizes: dict[str, Any] = {"max_sequence_tokens": max_sequence_tokens, "pinned": deterministic}
-    runner = PagedRunner(model, pool, rows, exact=exact, **sizes)
+    runner = PagedRunner(model, pool, rows, max_sequence_tokens=max_sequence_tokens, pinned=deterministic)
+    runner.exact = exact
     runner.wake()
     if device.type == "cuda" and exact is None:
         compile_layers(model)

@@ -42,16 +42,7 @@ _CAPTURING = threading.Lock()
 class PagedRunner(RowsRunner):
     """Implements :class:`~dapo.rollout.native.runner.Runner` over pages."""
 
-    def __init__(
-        self,
-        model: Any,
-        pool: Pool,
-        rows: Rows,
-        *,
-        max_sequence_tokens: int,
-        pinned: bool = False,
-        exact: float | None = None,
-    ) -> None:
+    def __init__(self, model: Any, pool: Pool, rows: Rows, *, max_sequence_tokens: int, pinned: bool = False) -> None:
         """
         Args:
             model: from :func:`dapo.model.loading.load_model`, on the device of ``rows``.
@@ -60,7 +51,7 @@ class PagedRunner(RowsRunner):
             max_sequence_tokens: longest prompt and response together.
             pinned: every step computes all rows, so that the bits of a row never depend on how many are in use.
         """
-        super().__init__(model, rows, exact)
+        super().__init__(model, rows)
         self.pool = pool
         self._head = output_head(model)
         self._max_sequence = max_sequence_tokens
@@ -81,8 +72,7 @@ class PagedRunner(RowsRunner):
         tokens = torch.zeros(FIRST_TOKENS, dtype=torch.int64, device=self.state.device)
         positions = torch.arange(FIRST_TOKENS, device=self.state.device)
         page_0 = positions % self.pool.shape.page_tokens
-        packed = self.attention([FIRST_TOKENS], self.state.device)
-        hidden_states(self.model, tokens, positions, _Prefill(self.pool, packed, page_0))
+        hidden_states(self.model, tokens, positions, _Prefill(self.pool, self.packed([FIRST_TOKENS]), page_0))
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[npt.NDArray[np.int64]], pages: Sequence[PageArray]) -> list[None]:
@@ -98,7 +88,7 @@ class PagedRunner(RowsRunner):
             tokens = np.concatenate([tokens, np.zeros(padding, np.int64)])
             slots = np.concatenate([slots, np.arange(padding) % page_tokens])
         positions = np.concatenate([np.arange(n) for n in lengths])
-        context = _Prefill(self.pool, self.attention(lengths, self.state.device), self._send(slots))
+        context = _Prefill(self.pool, self.packed(lengths), self._send(slots))
         hidden_states(self.model, self._send(tokens), self._send(positions), context)
         return [None] * len(prompts)
 
