@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from dapo.model import exact_kernels
+from dapo.model import exact, exact_kernels
 from dapo.model.exact import row_invariant
 from dapo.model.exact_kernels import FLOAT32, NARROW, WIDE, Tile, product, row_means
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MADE = torch.Generator().manual_seed(5)
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    """Other tests of this process have PyTorch's own operations."""
+    yield
+    exact.put_back()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -92,3 +101,17 @@ def test_products_outside_are_what_they_were() -> None:
     for found, expected, other in zip(compute(), before, inside, strict=True):
         assert torch.equal(found, expected)
         torch.testing.assert_close(other, expected, rtol=1e-2, atol=0.5)
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(96, 7), (7, 96), (5, 5), (64, 64)])
+def test_products_on_a_cpu_and_what_is_put_back(depth: int, columns: int) -> None:
+    left, right = torch.randn(40, depth, generator=MADE), torch.randn(depth, columns, generator=MADE)
+    before = left @ right
+    with exact.row_invariant():
+        assert exact.active() and exact.in_use()
+        rows = torch.cat([row[None] @ right for row in left])
+        assert torch.equal(left @ right, rows) and torch.equal(left @ right.t().contiguous().t(), rows)
+    torch.testing.assert_close(rows, before)
+    assert not exact.active()
+    exact.put_back()
+    assert not exact.in_use() and torch.equal(left @ right, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dapo.algorithm.objective import DapoObjective
 from dapo.config import TrainingConfig, build_config, nested
 from dapo.config.sections import ModelConfig
 from dapo.errors import ConfigError
+from dapo.model import exact
 from dapo.model.adapters import adapter_parameters
 from dapo.model.loading import copy_model, load_model
 from dapo.records import Group, Prompt, Reward, Sample
@@ -32,6 +34,14 @@ PROMPTS = (1, 3, 20, 33)
 LONGEST, TEMPERATURE = 90, 0.8
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    """Other tests of this process have PyTorch's own operations."""
+    yield
+    exact.put_back()
+    assert not exact.in_use()
 
 
 def exact_trainer(model: Any, dtype: torch.dtype, checkpointing: bool = False) -> Trainer:

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 CPU_ROWS = 32
-"""Rows of a product on a CPU: a library is called with this number of them, the last ones filled up with zeros."""
+CPU_MULTIPLE = 16
+"""A product on a CPU has so many rows each time, filled up with zeros, and its other sizes are a multiple of 16: with
+few columns, or with rows that begin at odd addresses, a library computes one row of 32 otherwise than the next."""
 
 _local = threading.local()
 _lock = threading.Lock()
@@ -104,6 +106,15 @@ def _replace_operations() -> None:
         _library = library
 
 
+def put_back() -> None:
+    """PyTorch's own operations again, once no thread is inside of :func:`row_invariant` any more."""
+    global _library
+    with _lock:
+        if _library is not None:
+            _library._destroy()
+        _library = None
+
+
 def _where_asked(name: str, ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
     packet, _, overload = name.partition(".")
     # with an argument for the result it is an operation of its own, which is not replaced
@@ -123,16 +134,20 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None, bias
         from dapo.model.exact_kernels import product  # needs Triton
 
         return product(left, right, bias, dtype or left.dtype)
-    rows = len(left)
-    padded = F.pad(left, (0, 0, 0, -rows % CPU_ROWS)).contiguous()
-    out = left.new_empty(len(padded), right.shape[1])
+    rows, (depth, columns) = len(left), right.shape
+    deeper, wider, weight = -depth % CPU_MULTIPLE, -columns % CPU_MULTIPLE, right.t()
+    if deeper or wider or not weight.is_contiguous():
+        weight = F.pad(weight, (0, deeper, 0, wider)).contiguous()
+    padded = F.pad(left, (0, deeper, 0, -rows % CPU_ROWS)).contiguous()
+    bias = None if bias is None else F.pad(bias, (0, wider))
+    out = left.new_empty(len(padded), columns + wider)
     for start in range(0, rows, CPU_ROWS):
         some = slice(start, start + CPU_ROWS)
         if bias is None:
-            torch.ops.aten.mm.out(padded[some], right, out=out[some])
+            torch.ops.aten.mm.out(padded[some], weight.t(), out=out[some])
         else:
-            torch.ops.aten.addmm.out(bias, padded[some], right, out=out[some])
-    return out[:rows]
+            torch.ops.aten.addmm.out(bias, padded[some], weight.t(), out=out[some])
+    return out[:rows, :columns].contiguous()
 
 
 def _product_and_bias(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
