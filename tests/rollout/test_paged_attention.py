@@ -14,6 +14,7 @@ import torch
 from dapo.model.attention import AttentionSpec
 from dapo.rollout.native.paged import attention as paged
 from dapo.rollout.native.paged.pool import Pool, PoolShape
+from helpers import let_one_number_be_an_index
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = 1
@@ -117,24 +118,11 @@ def by_reference(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     return paged.decode_attention_reference(*arguments), pool
 
 
-def _let_one_number_be_an_index(monkeypatch) -> None:
-    """Triton 3.6 interprets loop bounds as arrays of one element, which NumPy 2.4 no longer takes for numbers."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor, scope) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-
-
 @pytest.fixture
 def by_kernel(monkeypatch) -> Callable[[Rows, int], tuple[torch.Tensor, torch.Tensor]]:
     pytest.importorskip("triton")
     if DEVICE == "cpu":
-        _let_one_number_be_an_index(monkeypatch)
+        let_one_number_be_an_index(monkeypatch)
 
     def run(rows: Rows, splits: int, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         pool = rows.pool.clone()

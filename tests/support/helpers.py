@@ -73,6 +73,19 @@ def most_allocated(work: Callable[[], Any]) -> int:
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
+def let_one_number_be_an_index(monkeypatch: Any) -> None:
+    """Triton 3.6 interprets loop bounds as arrays of one element, which NumPy 2.4 no longer takes for numbers."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
 def random_model(name: str, seed: int = 0, **changes: Any) -> Any:
     """An unmodified Transformers model (its own attention). Weights are large enough for logits to differ clearly."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -40,6 +40,8 @@ def check_own_parts(config: Config, objective: Any = None, engine: Any = None) -
         load_named(name, key)
     _check_objective(config, own_objective(config, objective, trial=True))
     in_flight_policy(config, own_part(config, "rollout.engine", engine))
+    if engine is not None and config.runtime.exact:
+        raise ConfigError("runtime.exact: needs the native engine, and one from Python was given; use exact=false")
 
 
 def _check_objective(config: Config, objective: Any) -> None:

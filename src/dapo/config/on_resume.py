@@ -84,7 +84,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "values would be those of another critic": _keys("algorithm", "kind critic.model critic.share_backbone"),
     "the KL would be to another policy": ("algorithm.kl.reference",),
     "Adam's moments were made with it": _keys("training", "betas moments"),
-    "it has to hold for the whole run": ("runtime.deterministic",),
+    "it has to hold for the whole run": _keys("runtime", "deterministic exact"),
     "it would be another task": _keys("environment", "name agent reply_chars"),
     "rewards so far would mean something else": ("reward",),
 }

@@ -32,6 +32,21 @@ def conflicts_of_placement(config: Any) -> Iterator[str]:
         yield from _conflicts_with_ray(config, apart)
 
 
+def conflicts_of_exact(config: Any) -> Iterator[str]:
+    """With ``runtime.exact``."""
+    if not config.runtime.exact:
+        return
+    rollout, runtime, lora = config.rollout, config.runtime, config.model.lora
+    for key, value, fits, works in (
+        ("rollout.engine", rollout.engine, rollout.engine == "native", "native"),
+        ("rollout.device", rollout.device, rollout.device is None, "null: another device adds in another order"),
+        ("runtime.kind", runtime.kind, runtime.kind == "local", "local: one process and one device"),
+        ("model.lora.base", lora.base, lora.base == "full", "full: 4 bits have products of their own"),
+    ):
+        if not fits:
+            yield f"runtime.exact: does not go with {key}={value}; use exact=false, or {key}={works}"
+
+
 def _conflicting_sync(config: Any, ray: bool, apart: bool) -> Iterator[str]:
     kind, engine = config.runtime.sync, config.rollout.engine
     allowed: tuple[str, ...] = {"native": ("copy",), "vllm": ("ipc", "nccl", "files")}.get(engine, ())

@@ -58,6 +58,9 @@ class RuntimeConfig(Section):
     for others."""
     deterministic: bool = False
     """Pin every shape, so that the same seed gives the same bits."""
+    exact: bool = False
+    """The engine's log-probabilities equal the trainer's to the bit (`mismatch/*` is 0). Native engine and kind=local;
+    slower."""
     sync: Literal["auto", "copy", "ipc", "nccl", "files", "group", "objects"] = "auto"
     """How new weights get to the engine: `copy` in one process (`native`), and to vLLM by `ipc` on the same GPU, `nccl`
     to others, or `files` in memory; to engines that Ray placed apart by a `group` of processes (NCCL between GPUs, gloo

@@ -138,6 +138,8 @@ class StageConfig(Section):
             )
         if self.runtime.kind != "local":
             yield f"runtime.kind: is {self.runtime.kind}, but a stage runs in one process; use local"
+        if self.runtime.exact:
+            yield "runtime.exact: is for what is sampled, and a stage samples nothing; leave it out"
 
 
 class SFTConfig(StageConfig):

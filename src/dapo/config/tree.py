@@ -13,7 +13,7 @@ from dapo.config.algorithm import AlgorithmConfig
 from dapo.config.composed_reward import MonitorConfig, RewardConfig
 from dapo.config.data import DataConfig
 from dapo.config.environment import EnvironmentConfig
-from dapo.config.placement import conflicts_of_placement
+from dapo.config.placement import conflicts_of_exact, conflicts_of_placement
 from dapo.config.reward import MathReward
 from dapo.config.runtime import RuntimeConfig
 from dapo.config.section import Section
@@ -86,6 +86,7 @@ def conflicts(config: Config) -> Iterator[str]:
     yield from _conflicting_sizes(config)
     yield from _conflicts_of_engine(config)
     yield from conflicts_of_placement(config)
+    yield from conflicts_of_exact(config)
     yield from _conflicts_of_algorithm(config)
     yield from _conflicts_of_staleness(config)
     yield from _conflicts_of_critic(config)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dapo.model.attention import attention_context, current_context
 from dapo.model.compiling import decoder_layers
+from dapo.model.exact import parameters_of_now
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -22,19 +23,20 @@ def checkpoint_layers(model: Any) -> None:
     To be called after ``compile_layers``, which puts its own call in the same place. Copies of the model do without.
     """
     for layer in decoder_layers(model):
-        layer._compiled_call_impl = _recomputed(layer._compiled_call_impl or layer._call_impl)
+        layer._compiled_call_impl = _recomputed(layer, layer._compiled_call_impl or layer._call_impl)
 
 
-def _recomputed(call: Any) -> Any:
-    """``call``, whose inner values are made again in the backward pass, with the attention context of now."""
+def _recomputed(layer: Any, call: Any) -> Any:
+    """``call`` of ``layer``, whose inner values are made again in the backward pass, with the attention context and the
+    parameters of now."""
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        context = current_context()
+        context, parameters = current_context(), parameters_of_now(layer)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with attention_context(context):
+            with attention_context(context), parameters():
                 return call(*args, **kwargs)
 
         # there is no dropout, so no state of a random generator to bring back

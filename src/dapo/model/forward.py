@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dapo.model import exact
 from dapo.model.attention import AttentionContext, attention_context
 
 
@@ -35,13 +36,19 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits ``[R, V]`` of hidden states ``[R, d]``."""
+        return self.shaped(self.raw(hidden))
+
+    def raw(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same before scale and soft cap."""
         if hidden.is_cuda and hidden.dtype == self.weight.dtype != torch.float32:
             logits = torch.mm(hidden, self.weight.T, out_dtype=torch.float32)  # no widened copy of the weight
         else:
             with products_of(hidden.dtype):
                 logits = hidden.float() @ self.weight.float().T
-        if self.bias is not None:
-            logits = logits + self.bias.float()
+        return logits if self.bias is None else logits + self.bias.float()
+
+    def shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """With scale and soft cap; with neither of them as they are."""
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -59,7 +66,7 @@ def products_of(dtype: torch.dtype) -> Iterator[None]:
     Processors with bfloat16 units are then several times faster; others go on as they did. The setting is the
     process's; a thread that multiplies something else meanwhile would be affected, so what is inside is kept short.
     """
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or exact.in_use():
         yield
         return
     with _lock:  # engine and trainer may be in here at once: the first one in sets it, the last one out puts it back

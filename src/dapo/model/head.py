@@ -86,6 +86,14 @@ def token_logprobs(
     return logprobs, entropy
 
 
+def read_logprobs(raw: Tensor, head: Head, tokens: Tensor, temperature: float) -> Tensor:
+    """Log-probs ``[R]`` of tokens, with the bits that :func:`token_logprobs` gives them where the products have the
+    same. ``raw``: ``[R, V]``, as :meth:`Head.raw` gives it; kept as it is."""
+    settings = _Settings(head.scale, head.softcap, temperature, len(raw), raw.dtype, None, None)
+    logits = raw if _by_kernels(raw, raw.dtype) else _scaled(raw.clone(), settings)
+    return _read(logits, tokens, settings)[0]
+
+
 class _Settings(NamedTuple):
     scale: float
     softcap: float | None

@@ -41,7 +41,7 @@ class PackedAttention:
                 in the same order.
             shared: how many tokens at the start of each sequence are those of another one, in whose places they stand.
         """
-        self._lengths = lengths
+        self.lengths = lengths
         self._device = torch.device(device)
         self._place = place
         self._shared = [0] * len(lengths) if shared is None else shared
@@ -89,12 +89,12 @@ class PackedAttention:
 
     @cached_property
     def _flash(self) -> FlashLayout:
-        return FlashLayout(self._lengths, self._shared, self._place, self._device)
+        return FlashLayout(self.lengths, self._shared, self._place, self._device)
 
     @cached_property
     def _padded(self) -> _Padding:
-        place = torch.arange(sum(self._lengths), device=self._device) if self._place is None else self._place
-        return _Padding(self._lengths, self._shared, place)
+        place = torch.arange(sum(self.lengths), device=self._device) if self._place is None else self._place
+        return _Padding(self.lengths, self._shared, place)
 
 
 # --- as one operation ---------------------------------------------------------------------------------------------

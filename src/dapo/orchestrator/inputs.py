@@ -170,6 +170,7 @@ def _with_copy(
             twin.set_attn_implementation("sdpa")  # ours works in its own engine and trainer only
             return made("rollout.engine", own, Engine, config, twin, stop_ids, template.decode)  # type: ignore[no-any-return]
         options: dict[str, Any] = {"deterministic": config.runtime.deterministic, "threads": torch.get_num_threads()}
+        options["exact"] = config.rollout.temperature if config.runtime.exact else None
         return NativeEngine(twin, stop_ids, decode=template.decode, **options, **sizes)
     except torch.OutOfMemoryError as error:
         raise ModelError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dapo.model.compiling import compile_layers
+from dapo.model.exact import rounded_parameters, row_invariant
 from dapo.model.forward import Head, hidden_states, output_head
 from dapo.model.head import chunk_rows, for_chunks, token_logprobs
 from dapo.model.loading import copy_model
@@ -33,6 +34,8 @@ class Policy:
     compute_dtype: torch.dtype = torch.float32
     held: Replica = field(default_factory=Replica)
     """How this rank, one of one or several, has the model."""
+    exact: type[PackedAttention] | None = None
+    """Attention with the bits of the engine's; then all of a forward pass has them. None: the ordinary one."""
 
     @property
     def device(self) -> torch.device:
@@ -56,10 +59,16 @@ class Policy:
 
         The backbone runs once over a prompt that several sequences share.
         """
+        exact = self.exact is not None
         # Weights change between uses, and one pass uses each once: a cache of cast weights would only hold memory.
-        narrow = self.compute_dtype != torch.float32
-        with torch.autocast(self.device.type, self.compute_dtype, enabled=narrow, cache_enabled=False):
-            context = PackedAttention(part.batch.lengths.tolist(), part.row_ids.device, part.place, part.shared)
+        narrow = self.compute_dtype != torch.float32 and not exact
+        with (
+            torch.autocast(self.device.type, self.compute_dtype, enabled=narrow, cache_enabled=False),
+            rounded_parameters(self.model, self.compute_dtype, on=exact),
+            row_invariant(exact),
+        ):
+            attention = self.exact or PackedAttention
+            context = attention(part.batch.lengths.tolist(), part.row_ids.device, part.place, part.shared)
             hidden = hidden_states(self.model, part.row_ids, part.row_positions, context)
         # index_select and not hidden[...]: it copies whole rows, in half the time on CPU
         return hidden.index_select(0, part.predictors)
@@ -69,7 +78,8 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The second half, token by token: log-probs and entropies ``[r]`` of any ``[r, d]`` of the states."""
         head = output_head(self.model) if head is None else head
-        return token_logprobs(states, head, targets, self.temperature, product_dtype=self.compute_dtype)
+        with row_invariant(self.exact is not None):
+            return token_logprobs(states, head, targets, self.temperature, product_dtype=self.compute_dtype)
 
     def in_chunks(self, states: torch.Tensor) -> tuple[int, Head | None]:
         """How many of ``states`` :meth:`read` is to have at a time, and ``head``, if each gets its backward pass."""
@@ -97,6 +107,6 @@ class Policy:
         that of the adapter.
         """
         model = copy_model(self.model)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.exact is None:
             compile_layers(model)
         return replace(self, model=model)

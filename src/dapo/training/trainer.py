@@ -27,6 +27,7 @@ from dapo.errors import NumericalError, UserError
 from dapo.model.activation_checkpointing import checkpoint_layers
 from dapo.model.adapters import adapter_parameters, has_adapter
 from dapo.model.compiling import compile_layers
+from dapo.model.packed import PackedAttention
 from dapo.records import NOBODY, FloatArray, IntArray, TokenBatch
 from dapo.training.checkpoint import load_optimizer, optimizer_tensors
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
@@ -75,6 +76,7 @@ class Trainer:
         temperature: float,
         compute_dtype: torch.dtype = torch.float32,
         held: Replica | None = None,
+        exact: type[PackedAttention] | None = None,
     ) -> None:
         """
         Args:
@@ -83,7 +85,7 @@ class Trainer:
             config: optimizer, warm-up, token budget.
             temperature: of the distribution trained on, which is that sampled from.
             compute_dtype: float32, or bfloat16 (the backbone then runs under autocast).
-            held: how this rank has the model, if there are several; they call everything together.
+            held, exact: as in :class:`~dapo.training.policy.Policy`; several ranks call everything together.
         """
         if has_adapter(model):
             for parameter in adapter_parameters(model).values():
@@ -93,11 +95,11 @@ class Trainer:
         model.eval()
         held = held or Replica()
         self._published = held.take(model, compute_dtype)
-        if held.device(model).type == "cuda":
+        if held.device(model).type == "cuda" and exact is None:
             compile_layers(model)
         if config.activation_checkpointing:
             checkpoint_layers(model)
-        self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype, held)
+        self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype, held, exact)
         self.version = 0
         self.updates = 0
         self.skipped_updates = 0

@@ -25,6 +25,7 @@ from dapo.observe.run_view import RunView
 from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.encoded_state import read_state
 from dapo.records import Group, TokenBatch
+from dapo.rollout.native.exact import exact_attention
 from dapo.training.learner import LocalLearner
 from dapo.training.lora import load_trainable
 from dapo.training.packing import advantage_column, pack
@@ -105,7 +106,7 @@ class Rerun:
         model = load_trainable(source, config.model, device)
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
-        self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
+        self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype, exact=exact_attention(config))
         self.preparer = BatchBuilder(config)
         self.learner = LocalLearner(self.trainer, config, self.preparer.kl)
         self._step = start.place.steps  # steps done

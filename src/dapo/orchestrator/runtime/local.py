@@ -15,6 +15,7 @@ from dapo.orchestrator.inputs import evaluation_engine, make_engine
 from dapo.orchestrator.mfu import CardLimits
 from dapo.orchestrator.runtime.placed import Placed
 from dapo.rollout.engine import Engine, hand_over
+from dapo.rollout.native.exact import exact_attention
 from dapo.training.critic import make_critic
 from dapo.training.learner import LocalLearner
 from dapo.training.lora import begin_adapter, load_trainable
@@ -38,7 +39,7 @@ def place_here(setup: Setup, kl: AdaptiveKL, out_of_time: Callable[[], bool]) ->
     model = begin_adapter(model, config.model, config.seed)
     set_threads(config, model)
     dtype = getattr(torch, config.model.compute_dtype)
-    trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
+    trainer = Trainer(model, config.training, config.rollout.temperature, dtype, exact=exact_attention(config))
     limits = CardLimits.of(model, setup.device, dtype)
     # before the engine, which takes what memory is left
     learner = LocalLearner(trainer, config, kl, overrides.objective, out_of_time, critic=critic)

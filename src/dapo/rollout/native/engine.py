@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dapo.model.adapters import changing_parameters
+from dapo.model.exact import row_invariant
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, check_arrived, check_given, check_known, some_elements
 from dapo.rollout.native.decoder import Decoder
@@ -49,6 +50,7 @@ class NativeEngine:
         cache_bytes: int | None = None,
         spare_bytes: int = 0,
         deterministic: bool = False,
+        exact: float | None = None,
         threads: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
@@ -61,6 +63,8 @@ class NativeEngine:
             cache_bytes: for keys and values on a GPU; None: what is free, as far as it can be of use.
             spare_bytes: of a GPU, to leave to others where ``cache_bytes`` is None.
             deterministic: pin all shapes, so that a sample's bits do not depend on what else is in flight.
+            exact: the trainer's temperature: log-probs of tokens that are drawn at it, from a whole distribution, have
+                the bits that the trainer computes (:mod:`dapo.model.exact`); None: they differ by rounding.
             threads: for the tensor work of the engine's thread.
             decode: text of token ids, which requests with stop texts need.
 
@@ -71,6 +75,7 @@ class NativeEngine:
             "max_sequence_tokens": max_sequence_tokens,
             "max_concurrent_samples": max_concurrent_samples,
             "deterministic": deterministic,
+            "exact": exact,
             "decode": decode,
         }
         self._decoder: Decoder
@@ -84,7 +89,7 @@ class NativeEngine:
             with torch.cuda.device(self._device):
                 self._decoder = paged_decoder(model, stop_token_ids, **options)
         self._parameters = changing_parameters(model)
-        self._threads = threads
+        self._threads, self._exact = threads, exact is not None
         self._keys = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._watched: dict[int, dict[tuple[int, int], int]] = {}  # that are told of drafts, and how much
@@ -264,7 +269,8 @@ class NativeEngine:
     def _run(self) -> None:
         """The thread's life. However it ends, nobody is left waiting."""
         try:
-            self._serve()
+            with row_invariant(self._exact):
+                self._serve()
         except BaseException as fault:
             self._broken = EngineError(f"the engine broke down: {type(fault).__name__}: {fault}")
         error = self._broken or EngineError("the engine was closed")

@@ -17,7 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dapo.model.forward import Head
+from dapo.model.head import read_logprobs
+from dapo.model.packed import PackedAttention
 from dapo.rollout.engine import Sampling
+from dapo.rollout.native.exact import RowAttention
 from dapo.rollout.native.runner import Progress, Response, RowStart
 from dapo.rollout.native.sampler import RowSettings, uniforms
 
@@ -169,6 +173,9 @@ class Rows:
 class RowsRunner:
     """What all runners have in common: a Transformers model, and :class:`Rows`."""
 
+    exact: float | None = None
+    """The trainer's temperature, if tokens drawn at it are to have log-probs with the trainer's bits."""
+
     def __init__(self, model: Any, rows: Rows) -> None:
         self.model = model
         self.state = rows
@@ -187,6 +194,19 @@ class RowsRunner:
 
     def progress(self) -> Progress:
         return self.state.progress()
+
+    def packed(self, lengths: Sequence[int]) -> PackedAttention:
+        """The attention of prompts of these lengths."""
+        return (PackedAttention if self.exact is None else RowAttention)(lengths, self.state.device)
+
+    def as_trained(self, logprobs: Tensor, raw: Tensor, head: Head, tokens: Tensor, settings: RowSettings) -> Tensor:
+        """``logprobs`` of ``tokens``, where ``exact`` asks for it those that the trainer reads from the same ``raw``
+        logits (:meth:`Head.raw`)."""
+        if self.exact is None:
+            return logprobs
+        whole = (settings.top_k == 0) & (settings.top_p == 1) & (settings.min_p == 0)
+        theirs = read_logprobs(raw, head, tokens, self.exact)
+        return torch.where(whole & (settings.temperature == self.exact), theirs, logprobs)
 
     @torch.inference_mode()
     def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> _Arriving:

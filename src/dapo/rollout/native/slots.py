@@ -24,6 +24,7 @@ from dapo.model.forward import hidden_states, output_head
 from dapo.model.loading import key_value_heads
 from dapo.model.packed import PackedAttention
 from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.exact import attend_in_blocks
 from dapo.rollout.native.pages import PageArray
 from dapo.rollout.native.rows import IDLE, Rows, RowsRunner, untouched_zeros
 from dapo.rollout.native.runner import Progress, RowStart, Variant
@@ -42,6 +43,7 @@ def slot_decoder(
     max_sequence_tokens: int,
     max_concurrent_samples: int,
     deterministic: bool = False,
+    exact: float | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Decoder:
     """A decoder for ``model``, which is on the CPU.
@@ -52,12 +54,15 @@ def slot_decoder(
         max_sequence_tokens: longest prompt and response together.
         max_concurrent_samples: rows decoded at once.
         deterministic: pin all shapes (see :class:`SlotRunner`) and prefill prompts one by one.
+        exact: as in :class:`~dapo.rollout.native.rows.RowsRunner`.
         decode: token ids to text, for requests with stop texts; without it they are refused.
 
     Raises ModelError: the machine cannot give the cache's memory.
     """
+    runner = SlotRunner(model, stop_token_ids, max_concurrent_samples, max_sequence_tokens, pinned=deterministic)
+    runner.exact = exact
     return Decoder(
-        SlotRunner(model, stop_token_ids, max_concurrent_samples, max_sequence_tokens, pinned=deterministic),
+        runner,
         pages=max_concurrent_samples + 4,  # enough to keep aside for rows to grow by; none is taken
         page_tokens=0,
         max_sequence_tokens=max_sequence_tokens,
@@ -71,7 +76,7 @@ def slot_decoder(
 
 @dataclass(slots=True)
 class _Prompt:
-    """Keys and values ``[Hkv, T, D]`` of a prompt in each layer, and the logits ``[1, V]`` that follow it."""
+    """Keys and values ``[Hkv, T, D]`` of a prompt in each layer, and the raw logits ``[1, V]`` that follow it."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -126,9 +131,9 @@ class SlotRunner(RowsRunner):
         found = [_Prompt() for _ in prompts]
         token_ids = torch.from_numpy(np.concatenate(prompts))
         position_ids = torch.cat([torch.arange(n) for n in lengths])
-        hidden = hidden_states(self.model, token_ids, position_ids, _Prefill(found, lengths))
+        hidden = hidden_states(self.model, token_ids, position_ids, _Prefill(found, self.packed(lengths)))
         for prompt, state in zip(found, hidden[torch.tensor(lengths).cumsum(0) - 1], strict=True):
-            prompt.logits = self._head.logits(state[None])
+            prompt.logits = self._head.raw(state[None])
         return found
 
     def copy_pages(self, sources: PageArray, targets: PageArray) -> None:
@@ -179,16 +184,17 @@ class SlotRunner(RowsRunner):
             context = _Decode(self, rows)
             token_ids = self.state.last_tokens[:rows, None]
             hidden = hidden_states(self.model, token_ids, context.position_ids[:, None], context)
-            self._draw(slice(rows), self._head.logits(hidden[:, 0]), variant)
+            self._draw(slice(rows), self._head.raw(hidden[:, 0]), variant)
 
     def progress(self) -> Progress:
         return Progress(self._arrays["lengths"].astype(np.int64), self._arrays["generated"].copy())
 
-    def _draw(self, rows: slice | npt.NDArray[np.int64], logits: Tensor, variant: Variant) -> None:
+    def _draw(self, rows: slice | npt.NDArray[np.int64], raw: Tensor, variant: Variant) -> None:
         """Draw the next token of ``rows``, write it down and see who is done, as :meth:`Rows.record` does on a GPU. In
         numpy, which takes a third of the time for so few numbers."""
         state, rows_of, index = self.state, self._arrays, self._index[rows]
         at, settings = rows_of["generated"][rows], state.settings.of_rows(rows)
+        logits = self._head.shaped(raw if self.exact is None else raw.clone())
         if top := min(variant.top, logits.shape[1]):
             state.keep_top(top)
             assert state.top_ids is not None and state.top_logprobs is not None
@@ -197,8 +203,9 @@ class SlotRunner(RowsRunner):
             state.top_ids.numpy()[index, at, :top] = ids.numpy()
             state.top_logprobs.numpy()[index, at, :top] = values.numpy()
         uniform = torch.from_numpy(rows_of["uniforms"][index, at])
-        drawn = sample(logits, uniform, settings, truncate=variant.truncate)
-        tokens, logprobs = drawn[0].numpy(), drawn[1].numpy()
+        drawn, found = sample(logits, uniform, settings, truncate=variant.truncate)
+        found = self.as_trained(found, raw, self._head, drawn, settings)
+        tokens, logprobs = drawn.numpy(), found.numpy()
         rows_of["tokens"][index, at], rows_of["logprobs"][index, at] = tokens, logprobs
         lengths = rows_of["lengths"][rows]
         active = lengths >= 0
@@ -230,9 +237,8 @@ class SlotRunner(RowsRunner):
 class _Prefill:
     """Packed causal attention that also keeps each prompt's keys and values."""
 
-    def __init__(self, prompts: Sequence[_Prompt], lengths: Sequence[int]) -> None:
-        self._prompts, self._lengths = prompts, lengths
-        self._packed = PackedAttention(lengths)
+    def __init__(self, prompts: Sequence[_Prompt], packed: PackedAttention) -> None:
+        self._prompts, self._lengths, self._packed = prompts, packed.lengths, packed
 
     def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         end = 0
@@ -248,7 +254,7 @@ class _Decode:
 
     def __init__(self, slots: SlotRunner, rows: int) -> None:
         self._keys, self._values = slots.keys, slots.values
-        self._rows = rows
+        self._rows, self._exact = rows, slots.exact is not None
         self.position_ids = positions = slots.state.lengths[:rows].clamp(min=0).long()
         longest = slots.max_tokens if slots.pinned else int(self.position_ids.max()) + 1
         self._reach = reach = min(slots.max_tokens, -(-longest // 16) * 16)  # few shapes, little beyond the longest
@@ -261,5 +267,8 @@ class _Decode:
         for store, new in ((keys, key), (values, value)):
             store.view(-1, store.shape[3]).index_copy_(0, self._place, new.reshape(len(self._place), -1))
         rows, reach, seen = self._rows, self._reach, self._seen(spec.window)
-        out = step_attention(spec, query, keys[:rows, :, :reach], values[:rows, :, :reach], seen)
+        keys, values = keys[:rows, :, :reach], values[:rows, :, :reach]
+        if self._exact:
+            return attend_in_blocks(spec, query[:, :, 0], keys, values, self.position_ids)[:, None]
+        out = step_attention(spec, query, keys, values, seen)
         return out.transpose(1, 2)

@@ -82,7 +82,7 @@ def _logit2(product, scaling, softcap):
     return logit
 
 
-@triton.jit(do_not_specialize=["layer", "pages", "splits"])
+@triton.jit(do_not_specialize=["layer", "pages", "splits", "table_row"])
 def _attend(
     query,
     key,

@@ -21,6 +21,7 @@ from dapo.model.attention import AttentionSpec
 from dapo.model.forward import hidden_states, output_head
 from dapo.model.packed import PackedAttention
 from dapo.rollout.engine import EngineError, NoMemoryError
+from dapo.rollout.native.exact import attend_exactly
 from dapo.rollout.native.paged.attention import attend, choose_programs, copy_pages, store
 from dapo.rollout.native.paged.draw import draw, record
 from dapo.rollout.native.paged.pool import Pool
@@ -71,7 +72,7 @@ class PagedRunner(RowsRunner):
         tokens = torch.zeros(FIRST_TOKENS, dtype=torch.int64, device=self.state.device)
         positions = torch.arange(FIRST_TOKENS, device=self.state.device)
         page_0 = positions % self.pool.shape.page_tokens
-        hidden_states(self.model, tokens, positions, _Prefill(self.pool, [FIRST_TOKENS], page_0))
+        hidden_states(self.model, tokens, positions, _Prefill(self.pool, self.packed([FIRST_TOKENS]), page_0))
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[npt.NDArray[np.int64]], pages: Sequence[PageArray]) -> list[None]:
@@ -87,7 +88,7 @@ class PagedRunner(RowsRunner):
             tokens = np.concatenate([tokens, np.zeros(padding, np.int64)])
             slots = np.concatenate([slots, np.arange(padding) % page_tokens])
         positions = np.concatenate([np.arange(n) for n in lengths])
-        context = _Prefill(self.pool, lengths, self._send(slots))
+        context = _Prefill(self.pool, self.packed(lengths), self._send(slots))
         hidden_states(self.model, self._send(tokens), self._send(positions), context)
         return [None] * len(prompts)
 
@@ -148,14 +149,18 @@ class PagedRunner(RowsRunner):
         """One token for each of the first ``rows`` rows."""
         state = self.state
         lengths = state.lengths[:rows]
-        programs = choose_programs(rows, self.pool.shape, self._max_sequence, _processors(state.device))
+        programs: tuple[int, bool] | None = None
+        if self.exact is None:
+            programs = choose_programs(rows, self.pool.shape, self._max_sequence, _processors(state.device))
         context = _Decode(self.pool, state.table[:rows], lengths, programs)
         positions = lengths.clamp(min=0).long()
         hidden = hidden_states(self.model, state.last_tokens[:rows], positions, context)
-        logits = self._head.logits(hidden)
+        raw = self._head.raw(hidden)
+        logits = self._head.shaped(raw)
         settings = state.settings.of_rows(slice(rows))
         uniform = state.uniforms[:rows].gather(1, state.generated[:rows, None])[:, 0]
         tokens, logprobs = draw(logits, uniform, settings, truncate=variant.truncate)
+        logprobs = self.as_trained(logprobs, raw, self._head, tokens, settings)
         if variant.top:
             state.record_top(*top_logprobs(logits, settings, variant.top))
         record(state, tokens, logprobs)
@@ -217,10 +222,8 @@ class _CudaSteps:
 class _Prefill:
     """Packed causal attention that also stores keys and values in the pool."""
 
-    def __init__(self, pool: Pool, lengths: Sequence[int], slots: Tensor) -> None:
-        self._pool = pool
-        self._slots = slots
-        self._packed = PackedAttention(lengths, slots.device)
+    def __init__(self, pool: Pool, packed: PackedAttention, slots: Tensor) -> None:
+        self._pool, self._packed, self._slots = pool, packed, slots
 
     def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         store(self._pool.tensor, spec.layer, key[0].transpose(0, 1), value[0].transpose(0, 1), self._slots)
@@ -230,11 +233,14 @@ class _Prefill:
 class _Decode:
     """One token per row over its pages; the rows lie side by side like the tokens of one packed row."""
 
-    def __init__(self, pool: Pool, table: Tensor, lengths: Tensor, programs: tuple[int, bool]) -> None:
+    def __init__(self, pool: Pool, table: Tensor, lengths: Tensor, programs: tuple[int, bool] | None) -> None:
+        """``programs``: None: as the trainer attends (:mod:`dapo.rollout.native.exact`)."""
         self._pool, self._table, self._lengths, self._programs = pool, table, lengths, programs
 
     def attend(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [R, heads, D] each
+        if self._programs is None:
+            return attend_exactly(self._pool, spec, query, key, value, self._table, self._lengths).unsqueeze(0)
         return attend(self._pool, spec, query, key, value, self._table, self._lengths, *self._programs).unsqueeze(0)
 
 
