@@ -127,7 +127,8 @@ def _where_asked(name: str, ours: Callable[..., Tensor]) -> Callable[..., Tensor
         return plain(*args, **kwargs, out=args[0].new_empty(0, dtype=dtype))
 
     # compiled code, which is for GPUs, may call it, and is not to compile it; to load the compiler takes seconds
-    return torch.compiler.disable(operation) if torch.cuda.is_available() else operation
+    disable: Any = torch.compiler.disable
+    return disable(operation) if torch.cuda.is_available() else operation  # type: ignore[no-any-return]
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None, bias: Tensor | None = None) -> Tensor:
