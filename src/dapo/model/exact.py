@@ -128,7 +128,7 @@ def _where_asked(name: str, ours: Callable[..., Tensor]) -> Callable[..., Tensor
 
     # compiled code, which is for GPUs, may call it, and is not to compile it; to load the compiler takes seconds
     disable: Any = torch.compiler.disable
-    return disable(operation) if torch.cuda.is_available() else operation  # type: ignore[no-any-return]
+    return disable(operation) if torch.cuda.is_available() else operation
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None, bias: Tensor | None = None) -> Tensor:
