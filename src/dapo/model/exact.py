@@ -126,7 +126,9 @@ def _where_asked(name: str, ours: Callable[..., Tensor]) -> Callable[..., Tensor
         dtype = args[2] if overload == "dtype" else kwargs.get("dtype") or args[0].dtype
         return plain(*args, **kwargs, out=args[0].new_empty(0, dtype=dtype))
 
-    return operation
+    # compiled code, which is for GPUs, may call it, and is not to compile it; to load the compiler takes seconds
+    disable: Any = torch.compiler.disable
+    return disable(operation) if torch.cuda.is_available() else operation
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None, bias: Tensor | None = None) -> Tensor:

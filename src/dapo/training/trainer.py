@@ -102,14 +102,13 @@ class Trainer:
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype, held, exact)
         self.version = 0
         self.updates = 0
-        self.skipped_updates = 0
+        self.skipped_updates, self._skipped_in_row = 0, 0
         self.faults: FaultFolder | None = None
         self._config = config
         self._parameters = {name: p for name, p in self._published.items() if p.requires_grad}
         self._optimizer = make_optimizer(self._parameters.values(), config)
         self._unpublished = False
         self._updates_at = {0: 0}  # version -> optimizer updates made when it was published, ascending
-        self._skipped_in_row = 0
         self._step, self._tried = 0, 0
         self.begin_step(0)
 

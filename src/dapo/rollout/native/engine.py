@@ -63,21 +63,15 @@ class NativeEngine:
             cache_bytes: for keys and values on a GPU; None: what is free, as far as it can be of use.
             spare_bytes: of a GPU, to leave to others where ``cache_bytes`` is None.
             deterministic: pin all shapes, so that a sample's bits do not depend on what else is in flight.
-            exact: the trainer's temperature: log-probs of tokens that are drawn at it, from a whole distribution, have
-                the bits that the trainer computes (:mod:`dapo.model.exact`); None: they differ by rounding.
+            exact: as in :class:`~dapo.rollout.native.rows.RowsRunner`.
             threads: for the tensor work of the engine's thread.
             decode: text of token ids, which requests with stop texts need.
 
         Raises:
             ModelError: the model and the cache of a single sequence do not fit into the device's memory.
         """
-        options: dict[str, Any] = {
-            "max_sequence_tokens": max_sequence_tokens,
-            "max_concurrent_samples": max_concurrent_samples,
-            "deterministic": deterministic,
-            "exact": exact,
-            "decode": decode,
-        }
+        options: dict[str, Any] = {"deterministic": deterministic, "exact": exact, "decode": decode}
+        options |= {"max_sequence_tokens": max_sequence_tokens, "max_concurrent_samples": max_concurrent_samples}
         self._decoder: Decoder
         self._device = next(model.parameters()).device
         if self._device.type == "cpu":
