@@ -15,13 +15,11 @@ import pytest
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
-from torch._inductor import config as inductor
 
-from dapo.model.compiling import compile_ends, compile_layers, decoder_layers, keep_compiled_code, starts_early
+from dapo.model.compiling import compile_ends, compile_layers, decoder_layers, keep_compiled_code
 from dapo.model.forward import hidden_states
 from dapo.model.loading import load_model
 from dapo.model.packed import PackedAttention
-from dapo.rollout.native.paged.build import _options
 from dapo.rollout.native.paged.runner import FIRST_TOKENS
 from helpers import ARCHITECTURES, VOCAB, random_model
 
@@ -112,19 +110,3 @@ def test_layers_that_cannot_be_traced_stay_as_they_are() -> None:
     compile_layers(model, backend="aot_eager")
     hidden = hidden_states(model, torch.tensor([5, 6, 7]), torch.arange(3), PackedAttention([3]))
     hidden.sum().backward()  # with one compiled layer it would be refused: training asks for whole graphs
-
-
-@pytest.mark.parametrize(("device", "capability", "wanted"), [("cpu", 9, False), ("cuda", 8, False), ("cuda", 9, True)])
-def test_kernels_start_early_where_the_device_knows_how(
-    device: str, capability: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    assert starts_early(torch.device(device)) is wanted
-    monkeypatch.setenv("DAPO_EARLY_START", "0")
-    assert starts_early(torch.device(device)) is False
-
-
-def test_inductor_knows_the_options_that_the_engine_compiles_with() -> None:
-    options = _options(torch.device("cpu"))
-    assert options["combo_kernels"] and not options["triton.enable_pdl"]
-    assert not options.keys() - inductor.get_config_copy().keys()

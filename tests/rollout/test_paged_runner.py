@@ -362,16 +362,6 @@ def test_compiled_and_captured_steps_give_the_tokens_of_the_cpu(architecture: st
 
 
 @pytest.mark.gpu
-def test_kernels_that_start_early_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked, answers = random_model("qwen2"), requests(Sampling(1.0, 24), samples=8), []
-    for early in ("0", "1"):
-        monkeypatch.setenv("DAPO_EARLY_START", early)
-        found = run(paged_on_gpu(ready(model).to("cuda"), rows=48), asked)
-        answers.append({key: (s.token_ids.tobytes(), s.logprobs.tobytes()) for key, s in found.items()})
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.gpu
 def test_steps_that_are_captured_while_others_run_compute_with_the_weights_of_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -31,7 +31,7 @@ RANKS = min(2, max(1, torch.cuda.device_count()))
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 RECIPE = {"rollout.max_response_length": 256, "algorithm.overlong_buffer.len": 4, "data.max_prompt_length": 64,
           "rollout.prompts_per_step": 4, "training.groups_per_update": 2, "training.tokens_per_micro_batch": 512,
-          "training.learning_rate": 1e-3, "training.adam_epsilon": 1e-4, "training.warmup_steps": 0,
+          "training.adam_epsilon": 1e-4, "training.warmup_steps": 0,
           "algorithm.kl.mode": "loss", "algorithm.kl.coef": 0.05, "algorithm.proximal": "recompute",
           "runtime.device": DEVICE}  # fmt: skip
 BATCH = packed(random_groups([(40, [50, 1, 190, 33]), (7, [20, 60, 120]), (2, [17, 9]), (30, [80, 80])]))
@@ -55,6 +55,9 @@ def test_ranks_on_gpus_are_one_learner(how: str, dtype: str, near: float, tmp_pa
     random_model("qwen2", **WIDE, num_hidden_layers=3).save_pretrained(tmp_path / "base")
     changes: dict[str, Any] = {"model.path": str(tmp_path / "base"), "model.compute_dtype": dtype}
     changes |= {"model.lora.rank": 4} if how == "replicated" else {}
+    # after a step of 1e-3 rounding alone moves the norm of the next gradient, of 44, by a quarter
+    rate = 1e-3 if dtype == "float32" else 1e-5
+    changes["training.learning_rate"] = rate
     config = build_config(nested(RECIPE | changes))
 
     def local() -> LocalLearner:
@@ -90,5 +93,5 @@ def test_ranks_on_gpus_are_one_learner(how: str, dtype: str, near: float, tmp_pa
         assert one.grad_norm == pytest.approx(other.grad_norm, 5 * near)
     other = local()
     asyncio.run(other.load(tmp_path / "checkpoint"))
-    np.testing.assert_allclose(weights_of(other.trainer).cpu(), weights_of(alone.trainer).cpu(), atol=near / 10)
+    np.testing.assert_allclose(weights_of(other.trainer).cpu(), weights_of(alone.trainer).cpu(), atol=100 * near * rate)
     assert other.facts.updates == 2

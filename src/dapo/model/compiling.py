@@ -53,14 +53,6 @@ def compile_ends(model: Any, **options: Any) -> None:
             module.compile(dynamic=True, **options)
 
 
-def starts_early(device: torch.device) -> bool:
-    """Whether kernels of decoding are launched while the one before them still runs (programmatic dependent launch,
-    from compute capability 9 on). Each of them waits for the one before, before it reads or writes what others do."""
-    if device.type != "cuda" or torch.version.hip or os.environ.get("DAPO_EARLY_START") == "0":
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers of the backbone.
     Raises ValueError: the model has no list of as many modules as its config has layers."""

@@ -124,7 +124,8 @@ def _where_asked(name: str, ours: Callable[..., Tensor]) -> Callable[..., Tensor
         if active():
             return ours(*args, **kwargs)
         dtype = args[2] if overload == "dtype" else kwargs.get("dtype") or args[0].dtype
-        return plain(*args, **kwargs, out=args[0].new_empty(0, dtype=dtype))
+        shape = (len(args[0]), args[1].shape[1]) if overload == "dtype" else (0,)  # that one does not resize
+        return plain(*args, **kwargs, out=args[0].new_empty(shape, dtype=dtype))
 
     # compiled code, which is for GPUs, may call it, and is not to compile it; to load the compiler takes seconds
     disable: Any = torch.compiler.disable

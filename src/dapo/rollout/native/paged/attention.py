@@ -7,7 +7,6 @@ Page 0 belongs to nobody, so that a table may name it where a row has no page.
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ COPY_BYTES = 64 * 2**20
 
 _ENOUGH_PROGRAMS = 3.8  # 256 rows of two key heads on 132 processors are 3.88
 _WANTED_PROGRAMS = 8
-_SHORT_CONTEXT = 0 if os.environ.get("DAPO_WIDE_PROGRAMS") == "0" else 1280 * 64  # numbers, of the keys of one head
+_SHORT_CONTEXT = 1280 * 64  # numbers, of the keys of one head
 _LEAST_TOKENS = 128
 _MOST_SPLITS = 64
 
@@ -63,8 +62,7 @@ def decode_attention(
         address: int64 ``[1]``, where a pool of ``shape`` lies.
         table: int32 ``[R, P]``, the pages of each row in order; what lies beyond the new token's page is not used.
         lengths: int32 ``[R]``, tokens already stored. The new one is stored at this position, in a page that no other
-            row has. -1: the row is idle, nothing is read or stored for it. The kernel launched before must write
-            neither these nor table and address: they may be read while it runs (``model.compiling.starts_early``).
+            row has. -1: the row is idle, nothing is read or stored for it.
         splits, wide: programs that share the context of one row and key head, and whether each has more warps, see
             :func:`choose_programs`. Results differ between them by rounding; for one choice, a row's depends on nothing
             but the row.

@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dapo.model.attention import AttentionSpec
-from dapo.model.compiling import starts_early
 from dapo.rollout.native.paged.pool import PoolShape
 
 
@@ -113,7 +112,6 @@ def _attend(
     DTYPE: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr,
     ONE: tl.constexpr,
-    EARLY: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -129,6 +127,11 @@ def _attend(
     head = kv_head * GROUP + group
     in_tile = (group < GROUP)[:, None] & (dim < DIM)[None, :]
     out_place = (row * (KV_HEADS * GROUP) + head)[:, None] * DIM + dim[None, :]
+    if length < 0:
+        if ONE:
+            tl.store(out + out_place, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=in_tile)
+        return
+
     page_size: tl.constexpr = KV_HEADS * PAGE_TOKENS * DIM
     pool = tl.multiple_of(where.to(tl.pointer_type(DTYPE)), 16)
     keys = pool + layer.to(tl.int64) * 2 * pages * page_size + kv_head * (PAGE_TOKENS * DIM)
@@ -145,15 +148,6 @@ def _attend(
     column = tl.arange(0, BLOCK_N)
     table += row * table_row
     page = tl.load(table + (begin + column) // PAGE_TOKENS, mask=begin + column < end, other=0)
-
-    if EARLY:  # what was read so far no kernel of a step has written but its last one
-        tl.extra.cuda.gdc_wait()
-        if not ONE:  # what comes after attention is not ours and may not wait
-            tl.extra.cuda.gdc_launch_dependents()
-    if length < 0:
-        if ONE:
-            tl.store(out + out_place, tl.zeros([BLOCK_G, BLOCK_D], out.dtype.element_ty), mask=in_tile)
-        return
 
     # the type of the pool, so that a new key weighs now what it will weigh when it is read back
     q = tl.load(query + row * query_row + head[:, None] * query_head + dim[None, :], mask=in_tile, other=0.0).to(DTYPE)
@@ -219,7 +213,6 @@ def _combine(
     splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    EARLY: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -227,10 +220,7 @@ def _combine(
     row = tl.program_id(0).to(tl.int64)
     head = row * HEADS + tl.program_id(1)
     dim = tl.arange(0, BLOCK_D)
-    length = tl.load(lengths + row)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    if length < 0:
+    if tl.load(lengths + row) < 0:
         tl.store(out + head * DIM + dim, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=dim < DIM)
         return
     split = tl.arange(0, BLOCK_S)
@@ -267,8 +257,6 @@ def launch(
     if splits > 1:
         partial = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
         extremes = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
-    # Triton's interpreter does not know launch_pdl
-    early = {"EARLY": True, "launch_pdl": True} if starts_early(query.device) else {"EARLY": False}
     block_d = max(16, triton.next_power_of_2(dim))  # 16: the least that a matrix product sums over
     _attend[(rows, shape.kv_heads, splits)](
         *(query, key, value, address, table, lengths, out, partial, extremes),
@@ -293,7 +281,6 @@ def launch(
         BLOCK_N=tile.block,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **early,
     )
     if splits > 1:
         _combine[(rows, heads)](
@@ -304,6 +291,5 @@ def launch(
             BLOCK_S=16 if splits <= 16 else triton.next_power_of_2(splits),
             BLOCK_D=block_d,
             num_warps=4,
-            **early,
         )
     return out

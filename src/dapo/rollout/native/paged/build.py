@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError
-from dapo.model.compiling import compile_ends, compile_layers, starts_early
+from dapo.model.compiling import compile_ends, compile_layers
 from dapo.model.loading import key_value_heads
 from dapo.rollout.native.decoder import PREFILL_TOKENS, STRETCH, Decoder
 from dapo.rollout.native.paged.joined import join_products
@@ -70,7 +69,7 @@ def paged_decoder(
     runner.exact = exact
     runner.wake()
     if device.type == "cuda" and exact is None:
-        compile_layers(model, options=_options(device))
+        compile_layers(model, options={"combo_kernels": True})  # queries and keys are turned by one kernel then
         compile_ends(model)  # 15 kernels of a step less, for seconds of a start with nothing compiled
         runner.warm_up()
     return Decoder(
@@ -84,12 +83,6 @@ def paged_decoder(
         stretch=STRETCH,
         prefill_tokens=1 if deterministic else PREFILL_TOKENS,
     )
-
-
-def _options(device: torch.device) -> dict[str, bool]:
-    """For Inductor. Combo kernels: one kernel for queries and for keys, which do not depend on each other."""
-    together = os.environ.get("DAPO_COMBO_KERNELS") != "0"
-    return {"triton.enable_pdl": starts_early(device), "combo_kernels": together}
 
 
 def pool_shape(model: Any) -> PoolShape:

@@ -9,8 +9,6 @@ Truncation is the threshold per row of :func:`dapo.rollout.native.sampler.thresh
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -47,7 +45,7 @@ def draw(logits: Tensor, uniform: Tensor, settings: RowSettings, *, truncate: bo
 
 def record(rows: Rows, tokens: Tensor, logprobs: Tensor) -> None:
     """:meth:`Rows.record`, on CUDA as one kernel."""
-    if not tokens.is_cuda or os.environ.get("DAPO_RECORD_KERNEL") == "0":
+    if not tokens.is_cuda:
         return rows.record(tokens, logprobs)
     from dapo.rollout.native.paged import draw_kernels
 
