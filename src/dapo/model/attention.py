@@ -48,7 +48,6 @@ class AttentionContext(Protocol):
         Returns:
             ``[B, T, H, D]``.
         """
-        ...
 
 
 LAYER_NUMBER = "layer_number"

@@ -88,40 +88,32 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """The policy version of the weights in use."""
-        ...
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
         """Sample from every request; yields each of the ``sum(len(r.seeds))`` samples once, as it finishes.
         Raises EngineError: a request cannot be served (too long, unknown token id) or the engine failed."""
-        ...
 
     async def begin(self, version: int) -> None:
         """New weights are to come. Until :meth:`commit` no request may be made, and those in flight wait.
         Raises EngineError: of an older version than those in use."""
-        ...
 
     async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Some of them, with the names and shapes of the model's ``state_dict``, copied when this returns.
         Raises EngineError: the model has no such parameter."""
-        ...
 
     async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
         """All have come, or all of the adapter's if the model has one: they are in use when this returns. Tokens of
         requests in flight that are sampled later carry the new version. ``fingerprint`` holds :func:`some_elements` of
         what was sent, by name. Raises EngineError: some are missing, or are not what was sent."""
-        ...
 
     async def sleep(self) -> None:
         """Give the cache memory back; refused while requests are in flight."""
-        ...
 
     async def wake(self) -> None:
         """Take the cache memory again; a no-op when awake."""
-        ...
 
     async def close(self) -> None:
         """Stop, within a bounded time. Requests in flight fail with :class:`EngineError`."""
-        ...
 
 
 @runtime_checkable
@@ -130,22 +122,18 @@ class InterruptibleEngine(Engine, Protocol):
 
     def stream(self, requests: Sequence[Request]) -> AsyncIterator[Sample | Draft]:
         """As :meth:`generate`, with drafts of each sample before it comes: its tokens since the draft before."""
-        ...
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
         """End these requests: what has finished still comes, then their streams go on without them, or end at once if
         they have no others; also while paused or while weights come. Returns what the unfinished samples have; those
         that have no token yet are left out. Unknown ids are ignored."""
-        ...
 
     async def pause(self) -> None:
         """No token is sampled from when this returns until :meth:`resume`. Requests stay in flight, more may be made,
         and weights may be changed."""
-        ...
 
     async def resume(self) -> None:
         """Go on; a no-op when not paused."""
-        ...
 
 
 def in_flight_policy(config: Config, engine: Any) -> str:

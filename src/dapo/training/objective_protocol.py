@@ -25,7 +25,6 @@ class Objective(Protocol):
         ``inputs``: a dataclass of ``[R]`` tensors. The trainer reads ``weights``, the weight of each token in the loss
         of the whole mini-batch (0: not in the loss), and cuts the rest by token.
         """
-        ...
 
 
 def unit_of(objective: Any) -> Unit:

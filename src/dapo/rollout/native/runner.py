@@ -72,7 +72,6 @@ class Fetch(Protocol):
 
     def result(self) -> list[Response]:
         """Waits until they are here."""
-        ...
 
 
 class Runner(Protocol):
@@ -81,53 +80,40 @@ class Runner(Protocol):
     @property
     def rows(self) -> int:
         """Sequences that can be decoded side by side."""
-        ...
 
     def rung(self, rows: int) -> int:
         """Rows that are computed when the first ``rows`` are in use."""
-        ...
 
     def prefill(self, prompts: Sequence[npt.NDArray[np.int64]], pages: Sequence[PageArray]) -> Sequence[Any]:
         """Compute keys and values of each of ``prompts``, in one packed pass. ``pages[i]`` are for all tokens of prompt
         i but the last. Returns what the starts from each prompt are given."""
-        ...
 
     def copy_pages(self, sources: PageArray, targets: PageArray) -> None:
         """Copy whole pages, in all layers."""
-        ...
 
     def start(self, starts: Sequence[RowStart]) -> None:
         """Begin sequences in idle rows. Where a prompt's logits were kept, that draws the first token."""
-        ...
 
     def stop(self, rows: Sequence[int]) -> None:
         """Make rows idle."""
-        ...
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Give rows other numbers; the targets are idle."""
-        ...
 
     def run(self, rows: int, steps: int, variant: Variant, table: npt.NDArray[np.int32]) -> None:
         """Decode ``steps`` tokens for the first ``rows`` rows. Need not wait for the device."""
-        ...
 
     def progress(self) -> Progress:
         """Where the rows stand; waits for the device."""
-        ...
 
     def use_weights(self) -> None:
         """The model's weights are others now."""
-        ...
 
     def sleep(self) -> None:
         """Give the cache's memory back."""
-        ...
 
     def wake(self) -> None:
         """Take it again; a no-op when awake."""
-        ...
 
     def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> Fetch:
         """The first ``counts[i]`` tokens of each of ``rows``; these may be reused at once."""
-        ...

@@ -46,11 +46,9 @@ class RankHandle(Protocol):
 
     async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
         """``worker.method(...)`` there. Raises what it raised, or :class:`RankDied`."""
-        ...
 
     async def end(self) -> None:
         """End its process, by force, if it is there."""
-        ...
 
 
 class RankedLearner:
