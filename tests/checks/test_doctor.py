@@ -28,7 +28,7 @@ from dapo.config import build_config, load_config
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError
-from dapo.model import placement
+from dapo.model import exact, placement
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
@@ -239,6 +239,15 @@ def test_an_engine_that_disagrees_with_the_trainer(case: Path, monkeypatch: pyte
     copy = sampling.copy_model
     monkeypatch.setattr(sampling, "copy_model", stale)
     assert set(complaints(doctor(code=0))) == {"agreement"}
+
+
+def test_they_agree_to_the_bit_where_that_is_asked_for(case: Path) -> None:
+    write_recipe(case, {"runtime.exact": True, "model.compute_dtype": "bfloat16"})
+    try:
+        (agreement,) = (one for one in doctor() if one["name"] == "agreement")
+    finally:
+        exact.put_back()
+    assert "differ by 0 on average, 0 at most" in agreement["found"]
 
 
 @pytest.mark.parametrize(
@@ -541,13 +550,14 @@ def test_an_own_part_that_older_samples_do_not_go_with_is_refused_before_the_wei
 
 
 def test_samples_in_flight_go_by_what_the_engine_can_do() -> None:
-    def policy(asked: str, engine: Any) -> str:
-        rollout = {"in_flight": asked, "max_staleness": 1}
-        return in_flight_policy(build_config({"model": {"path": "m"}, "rollout": rollout}), engine)
+    def policy(asked: str, engine: Any, exact: bool = False) -> str:
+        keys = {"rollout": {"in_flight": asked, "max_staleness": 1}, "runtime": {"exact": exact}}
+        return in_flight_policy(build_config({"model": {"path": "m"}} | keys), engine)
 
     plain, whole = own_methods.PlainEngine, NativeEngine
     made = plain(None, None, [0], None)  # type: ignore[arg-type]
     assert [policy("auto", one) for one in (None, whole, plain, made)] == ["keep", "keep", "drain", "drain"]
+    assert policy("auto", whole, exact=True) == "drain"  # keys of older weights would stay
     assert policy("restart", whole) == policy("restart", lambda config: made) == "restart"
     for engine in (plain, made):
         with pytest.raises(ConfigError, match="use drain or keep"):

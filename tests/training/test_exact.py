@@ -254,6 +254,7 @@ def test_a_run_has_no_mismatch(dtype: str, device: str, tmp_path: Path) -> None:
         ("rollout.engine", "vllm"),
         ("rollout.device", "cuda:1"),
         ("runtime.kind", "ray"),
+        ("rollout.in_flight", "keep"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(key: str, value: Any) -> None:
