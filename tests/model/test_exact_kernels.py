@@ -111,7 +111,10 @@ def test_products_on_a_cpu_and_what_is_put_back(depth: int, columns: int) -> Non
         assert exact.active() and exact.in_use()
         rows = torch.cat([row[None] @ right for row in left])
         assert torch.equal(left @ right, rows) and torch.equal(left @ right.t().contiguous().t(), rows)
+        with exact.row_invariant():  # inside of itself
+            pass
+        assert exact.active() and exact.in_use()
     torch.testing.assert_close(rows, before)
-    assert not exact.active()
-    exact.put_back()
-    assert not exact.in_use() and torch.equal(left @ right, before)
+    for end in (lambda: None, exact.put_back):
+        end()
+        assert not exact.active() and not exact.in_use() and torch.equal(left @ right, before)
