@@ -28,7 +28,7 @@ from dapo.config import build_config, load_config
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError
-from dapo.model import exact, placement
+from dapo.model import placement
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
@@ -38,7 +38,7 @@ from dapo.rollout.engine import in_flight_policy
 from dapo.rollout.native.engine import NativeEngine
 from dapo.training.lora import trainable_shape
 from dapo.util import memory as system_memory
-from helpers import random_model
+from helpers import put_operations_back, random_model
 
 OWN = f"{own_methods.__file__}:PlainEngine"
 
@@ -246,7 +246,7 @@ def test_they_agree_to_the_bit_where_that_is_asked_for(case: Path) -> None:
     try:
         (agreement,) = (one for one in doctor() if one["name"] == "agreement")
     finally:
-        exact.put_back()
+        put_operations_back()
     assert "differ by 0 on average, 0 at most" in agreement["found"]
 
 

@@ -117,15 +117,6 @@ def _replace_operations() -> None:
         _library = library
 
 
-def put_back() -> None:
-    """PyTorch's own operations again, once no thread is inside of :func:`row_invariant` any more."""
-    global _library
-    with _lock:
-        if _library is not None:
-            _library._destroy()
-        _library = None
-
-
 def _where_asked(name: str, ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
     packet, _, overload = name.partition(".")
     # with an argument for the result it is an operation of its own, which is not replaced
