@@ -38,7 +38,7 @@ from dapo.rollout.engine import in_flight_policy
 from dapo.rollout.native.engine import NativeEngine
 from dapo.training.lora import trainable_shape
 from dapo.util import memory as system_memory
-from helpers import random_model
+from helpers import put_operations_back, random_model
 
 OWN = f"{own_methods.__file__}:PlainEngine"
 
@@ -239,6 +239,15 @@ def test_an_engine_that_disagrees_with_the_trainer(case: Path, monkeypatch: pyte
     copy = sampling.copy_model
     monkeypatch.setattr(sampling, "copy_model", stale)
     assert set(complaints(doctor(code=0))) == {"agreement"}
+
+
+def test_they_agree_to_the_bit_where_that_is_asked_for(case: Path) -> None:
+    write_recipe(case, {"runtime.exact": True, "model.compute_dtype": "bfloat16"})
+    try:
+        (agreement,) = (one for one in doctor() if one["name"] == "agreement")
+    finally:
+        put_operations_back()
+    assert "differ by 0 on average, 0 at most" in agreement["found"]
 
 
 @pytest.mark.parametrize(
@@ -541,13 +550,14 @@ def test_an_own_part_that_older_samples_do_not_go_with_is_refused_before_the_wei
 
 
 def test_samples_in_flight_go_by_what_the_engine_can_do() -> None:
-    def policy(asked: str, engine: Any) -> str:
-        rollout = {"in_flight": asked, "max_staleness": 1}
-        return in_flight_policy(build_config({"model": {"path": "m"}, "rollout": rollout}), engine)
+    def policy(asked: str, engine: Any, exact: bool = False) -> str:
+        keys = {"rollout": {"in_flight": asked, "max_staleness": 1}, "runtime": {"exact": exact}}
+        return in_flight_policy(build_config({"model": {"path": "m"}} | keys), engine)
 
     plain, whole = own_methods.PlainEngine, NativeEngine
     made = plain(None, None, [0], None)  # type: ignore[arg-type]
     assert [policy("auto", one) for one in (None, whole, plain, made)] == ["keep", "keep", "drain", "drain"]
+    assert policy("auto", whole, exact=True) == "drain"  # keys of older weights would stay
     assert policy("restart", whole) == policy("restart", lambda config: made) == "restart"
     for engine in (plain, made):
         with pytest.raises(ConfigError, match="use drain or keep"):

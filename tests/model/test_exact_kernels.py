@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from dapo.model import exact, exact_kernels
 from dapo.model.exact import row_invariant
 from dapo.model.exact_kernels import FLOAT32, NARROW, WIDE, Tile, product, row_means
+from helpers import put_operations_back
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MADE = torch.Generator().manual_seed(5)
@@ -20,7 +21,7 @@ MADE = torch.Generator().manual_seed(5)
 def put_back() -> Iterator[None]:
     """Other tests of this process have PyTorch's own operations."""
     yield
-    exact.put_back()
+    put_operations_back()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -111,7 +112,10 @@ def test_products_on_a_cpu_and_what_is_put_back(depth: int, columns: int) -> Non
         assert exact.active() and exact.in_use()
         rows = torch.cat([row[None] @ right for row in left])
         assert torch.equal(left @ right, rows) and torch.equal(left @ right.t().contiguous().t(), rows)
+        with exact.row_invariant():  # inside of itself
+            pass
+        assert exact.active() and exact.in_use()
     torch.testing.assert_close(rows, before)
-    assert not exact.active()
-    exact.put_back()
-    assert not exact.in_use() and torch.equal(left @ right, before)
+    for end in (lambda: None, put_operations_back):
+        end()
+        assert not exact.active() and not exact.in_use() and torch.equal(left @ right, before)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from dapo.model import exact
+
 VOCAB = 48
 
 _COMMON = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -99,3 +101,11 @@ def random_model(name: str, seed: int = 0, **changes: Any) -> Any:
             if parameter.dim() > 1:
                 parameter.mul_(6.0)
     return model
+
+
+def put_operations_back() -> None:
+    """PyTorch's own, where anything was exact in this process; no thread is any more."""
+    assert not exact.in_use()
+    if exact._library is not None:
+        exact._library._destroy()
+        exact._library = None

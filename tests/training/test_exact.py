@@ -17,7 +17,6 @@ from dapo.algorithm.objective import DapoObjective
 from dapo.config import TrainingConfig, build_config, nested
 from dapo.config.sections import ModelConfig
 from dapo.errors import ConfigError
-from dapo.model import exact
 from dapo.model.adapters import adapter_parameters
 from dapo.model.loading import copy_model, load_model
 from dapo.records import Group, Prompt, Reward, Sample
@@ -27,7 +26,7 @@ from dapo.rollout.native.exact import RowAttention
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.packing import pack
 from dapo.training.trainer import Trainer
-from helpers import ARCHITECTURES, VOCAB, random_model
+from helpers import ARCHITECTURES, VOCAB, put_operations_back, random_model
 from run_cases import ON_GPU, run, steps_of
 
 PROMPTS = (1, 3, 20, 33)
@@ -40,8 +39,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def put_back() -> Iterator[None]:
     """Other tests of this process have PyTorch's own operations."""
     yield
-    exact.put_back()
-    assert not exact.in_use()
+    put_operations_back()
 
 
 def exact_trainer(model: Any, dtype: torch.dtype, checkpointing: bool = False) -> Trainer:
@@ -254,6 +252,7 @@ def test_a_run_has_no_mismatch(dtype: str, device: str, tmp_path: Path) -> None:
         ("rollout.engine", "vllm"),
         ("rollout.device", "cuda:1"),
         ("runtime.kind", "ray"),
+        ("rollout.in_flight", "keep"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(key: str, value: Any) -> None:

@@ -25,6 +25,7 @@ from dapo.reward.build import make_scorer
 from dapo.reward.check import running
 from dapo.reward.contract import NoScorer, Scorer, in_place_of_failed
 from dapo.rollout.native.engine import NativeEngine
+from dapo.rollout.native.exact import exact_attention
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import pack
 from dapo.training.policy import Policy
@@ -46,7 +47,8 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
     told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]
     batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)])
     dtype = getattr(torch, config.model.compute_dtype)
-    policy = Policy(model, config.rollout.temperature, config.training.tokens_per_micro_batch, dtype)
+    sizes = config.rollout.temperature, config.training.tokens_per_micro_batch, dtype
+    policy = Policy(model, *sizes, exact=exact_attention(config))
     found = measure_mismatch(batch, policy.logprobs(batch), version=0)
     limit = AGREE_WITHIN[config.model.compute_dtype]
     text = f"log-probs of {found.tokens} tokens by the native engine and the trainer differ by {found.mean:.2g} on "
@@ -77,6 +79,7 @@ async def _sample(
         max_sequence_tokens=max(config.data.max_prompt_length, *(len(p.token_ids) for p in prompts)) + tokens,
         max_concurrent_samples=min(config.rollout.max_concurrent_samples, len(prompts) * samples),
         cache_bytes=cache_bytes(config),
+        exact=config.rollout.temperature if config.runtime.exact else None,
         threads=torch.get_num_threads(),
         decode=template.decode,
     )

@@ -127,7 +127,8 @@ class RolloutConfig(Section):
     late go on beside the updates all the same, and surplus groups are carried over to the next step."""
     in_flight: Literal["auto", "keep", "drain", "restart"] = "auto"
     """Samples that are being written when new weights come (S >= 1): they are continued under the new weights, waited
-    for, or begun again. `auto`: `keep` with an engine that can continue samples, else `drain`."""
+    for, or begun again. `auto`: `keep` with an engine that can continue samples and without runtime.exact, else
+    `drain`."""
     device: str | None = None
     """Device of the engine, such as `cuda:1`. null: the learner's, runtime.device."""
 

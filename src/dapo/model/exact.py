@@ -27,6 +27,7 @@ few columns, or with rows that begin at odd addresses, a library computes one ro
 _local = threading.local()
 _lock = threading.Lock()
 _library: Any = None  # of the operations replaced; there once anything was exact in this process
+_inside = 0  # threads that are
 
 
 def active() -> bool:
@@ -35,20 +36,30 @@ def active() -> bool:
 
 
 def in_use() -> bool:
-    """Whether anything of this process was: settings of the process that change products have to stay as they are."""
-    return _library is not None
+    """Whether any thread is: then settings of the process that change products have to stay as they are."""
+    return _inside > 0
 
 
 @contextmanager
 def row_invariant(on: bool = True) -> Iterator[None]:
     """Inside, in this thread, results of a row depend on nothing but the row. Not ``on``: nothing happens."""
-    if on:
-        _replace_operations()
-    outer, _local.active = active(), on or active()
+    if not on or active():
+        yield
+        return
+    _replace_operations()
+    _count(1)
+    _local.active = True
     try:
         yield
     finally:
-        _local.active = outer
+        _local.active = False
+        _count(-1)
+
+
+def _count(threads: int) -> None:
+    global _inside
+    with _lock:
+        _inside += threads
 
 
 @contextmanager
@@ -104,15 +115,6 @@ def _replace_operations() -> None:
                 for name, ours in operations.items():
                     library.impl(name, _where_asked(name, ours), device)
         _library = library
-
-
-def put_back() -> None:
-    """PyTorch's own operations again, once no thread is inside of :func:`row_invariant` any more."""
-    global _library
-    with _lock:
-        if _library is not None:
-            _library._destroy()
-        _library = None
 
 
 def _where_asked(name: str, ours: Callable[..., Tensor]) -> Callable[..., Tensor]:

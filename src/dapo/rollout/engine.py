@@ -148,7 +148,7 @@ def in_flight_policy(config: Config, engine: Any) -> str:
             "rollout.in_flight: restart needs an engine whose requests can be cancelled (InterruptibleEngine in "
             "dapo.rollout.engine), and this one lacks such methods; use drain or keep"
         )
-    return asked if asked != "auto" else "keep" if able else "drain"
+    return asked if asked != "auto" else "keep" if able and not config.runtime.exact else "drain"
 
 
 def some_elements(tensor: torch.Tensor) -> torch.Tensor:
