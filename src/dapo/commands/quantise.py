@@ -29,7 +29,8 @@ def quantise(
     from dapo.ranking.score import is_reward_model
 
     found = read_candidates(data, rows, bare=not is_reward_model(find_model(str(model)).path))[:rows]
-    told = quantise(str(model), output, kind, [row.prompt_text + "".join(row.texts[:1]) for row in found])
+    texts = [text for row in found if (text := row.prompt_text + "".join(row.texts[:1]))]
+    told = quantise(str(model), output, kind, texts)
     (before, after), (small, every), (slow, fast) = told["mib"], told["layers"], told["seconds"]
     print(f"{before:.0f} MiB of weights became {after:.0f}, in {small} of {every} linear layers")
     print(f"{slow:.3f} s for a text became {fast:.3f}")

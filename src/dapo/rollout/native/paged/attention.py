@@ -62,7 +62,8 @@ def decode_attention(
         address: int64 ``[1]``, where a pool of ``shape`` lies.
         table: int32 ``[R, P]``, the pages of each row in order; what lies beyond the new token's page is not used.
         lengths: int32 ``[R]``, tokens already stored. The new one is stored at this position, in a page that no other
-            row has. -1: the row is idle, nothing is read or stored for it.
+            row has, unless what it stores is the same (``rollout.native.exact``). -1: the row is idle, nothing is read
+            or stored for it.
         splits, wide: programs that share the context of one row and key head, and whether each has more warps, see
             :func:`choose_programs`. Results differ between them by rounding; for one choice, a row's depends on nothing
             but the row.
