@@ -239,5 +239,5 @@ def test_the_page_report_and_inspect_show_a_stage(here):
 
 def test_a_recipe_without_phases_is_told_the_commands_that_there_are(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("model: {path: tiny}\n")
-    with pytest.raises(ConfigError, match="by dapo sft, dpo, reward-model$"):
+    with pytest.raises(ConfigError, match=r"by dapo sft, dpo, reward-model$"):
         load_phases(str(tmp_path / "r.yaml"))
