@@ -30,6 +30,7 @@ from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError
 from dapo.model import placement
 from dapo.model.loading import load_model, load_tokenizer
+from dapo.model.packed import PackedAttention
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running
@@ -241,13 +242,17 @@ def test_an_engine_that_disagrees_with_the_trainer(case: Path, monkeypatch: pyte
     assert set(complaints(doctor(code=0))) == {"agreement"}
 
 
-def test_they_agree_to_the_bit_where_that_is_asked_for(case: Path) -> None:
-    write_recipe(case, {"runtime.exact": True, "model.compute_dtype": "bfloat16"})
+def test_an_exact_recipe_is_tried_as_one(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def agreement(code: int) -> dict[str, Any]:
+        findings = doctor("runtime.exact=true", "model.compute_dtype=bfloat16", code=code)
+        return {one["name"]: one for one in findings}["agreement"]
+
     try:
-        (agreement,) = (one for one in doctor() if one["name"] == "agreement")
+        assert "differ by 0 on average, 0 at most" in agreement(0)["found"]
+        monkeypatch.setattr(sampling, "exact_attention", lambda _: PackedAttention)  # whose bits are others
+        assert agreement(1)["fix"] == "runtime.exact=false"
     finally:
         put_operations_back()
-    assert "differ by 0 on average, 0 at most" in agreement["found"]
 
 
 @pytest.mark.parametrize(

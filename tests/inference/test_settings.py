@@ -161,6 +161,7 @@ def test_it_is_told_which_settings_a_service_does_not_hear_of() -> None:
         ("data.train=x.jsonl", "data.train: is for training"),
         ("rollout.temperature=0.5", "rollout.temperature: is for training, .*evaluation.temperature is what counts"),
         ("evaluation.every=3", "evaluation.every: is for training"),
+        ("model.path=other", "model.path: .*; the model is the command.s .*first argument"),
     ],
 )
 def test_what_is_asked_for_and_has_no_effect_is_refused(given: str, told: str) -> None:

@@ -351,3 +351,9 @@ def test_evaluations_of_known_rows_count(tmp_path: Path) -> None:
 def test_errors_of_the_command(arguments: tuple[str, ...], said: str, code: int) -> None:
     found = plan(*arguments)
     assert found.exit_code == code and said in found.stderr and "fault of dapo" not in found.stderr
+
+
+def test_a_plan_says_that_it_is_not_of_exact_mode() -> None:
+    said = "times and memory are those without runtime.exact, which takes more of both"
+    assert said in list(estimated("H200", "runtime.exact=true").assumptions())
+    assert said not in list(estimated("H200").assumptions())

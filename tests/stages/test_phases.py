@@ -235,3 +235,9 @@ def test_the_page_report_and_inspect_show_a_stage(here):
     for command in ("inspect", "report"):
         done = CliRunner().invoke(app, [command, "runs/method/reward"])
         assert done.exit_code == 0, done.output
+
+
+def test_a_recipe_without_phases_is_told_the_commands_that_there_are(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("model: {path: tiny}\n")
+    with pytest.raises(ConfigError, match=r"by dapo sft, dpo, reward-model$"):
+        load_phases(str(tmp_path / "r.yaml"))

@@ -47,13 +47,15 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
     told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]
     batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)])
     dtype = getattr(torch, config.model.compute_dtype)
-    sizes = config.rollout.temperature, config.training.tokens_per_micro_batch, dtype
-    policy = Policy(model, *sizes, exact=exact_attention(config))
+    budget, exact = config.training.tokens_per_micro_batch, exact_attention(config)
+    policy = Policy(model, config.rollout.temperature, budget, dtype, exact=exact)
     found = measure_mismatch(batch, policy.logprobs(batch), version=0)
     limit = AGREE_WITHIN[config.model.compute_dtype]
     text = f"log-probs of {found.tokens} tokens by the native engine and the trainer differ by {found.mean:.2g} on "
     text += f"average, {found.maximum:.2g} at most"
-    if found.exceeds(limit):
+    if exact and found.maximum:
+        yield Finding("model", "agreement", "fail", f"{text}, with runtime.exact=true", "runtime.exact=false")
+    elif found.exceeds(limit):
         fix = "model.compute_dtype=float32 or algorithm.correction.kind=truncate algorithm.proximal=recompute"
         yield Finding("model", "agreement", "warn", f"{text}; {limit:g} would be noise", fix)
     else:
@@ -79,8 +81,8 @@ async def _sample(
         max_sequence_tokens=max(config.data.max_prompt_length, *(len(p.token_ids) for p in prompts)) + tokens,
         max_concurrent_samples=min(config.rollout.max_concurrent_samples, len(prompts) * samples),
         cache_bytes=cache_bytes(config),
-        exact=config.rollout.temperature if config.runtime.exact else None,
         threads=torch.get_num_threads(),
+        exact=config.rollout.temperature if config.runtime.exact else None,
         decode=template.decode,
     )
     try:

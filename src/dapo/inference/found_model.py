@@ -31,7 +31,7 @@ _FROM_RECIPE = (
 FROM_RECIPE: Mapping[str, Any] = nested(dict.fromkeys(_FROM_RECIPE, True))
 """What a recipe says that concerns inference."""
 _ASKED_FOR = (
-    *("model.path", "runtime.device", "rollout.device"),
+    *("runtime.device", "rollout.device"),
     *(f"rollout.{name}" for name in ("url", "token_env", "model", "request", "text", "timeout_s", "give_up_after_s")),
 )
 """What inference takes beside it, where it is asked for."""
@@ -91,4 +91,5 @@ def without_effect(*settings: Mapping[str, Any]) -> list[str]:
     keys = dict.fromkeys(key for tree in settings for key, _ in flat(tree))
     lost = [key for key in keys if not f"{key}.".startswith(tuple(f"{one}." for one in (*_FROM_RECIPE, *_ASKED_FOR)))]
     own = {f"rollout.{name}": f"evaluation.{name} is what counts" for name in EvaluationConfig.model_fields}
+    own["model.path"] = "the model is the command's (or the function's) first argument"
     return [f"{key}: is for training, and has no effect here; {own.get(key, 'leave it out')}" for key in lost]

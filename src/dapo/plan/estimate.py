@@ -384,6 +384,8 @@ class Estimate:
             yield f"{NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts, and GPUs that never wait for each other"
         if self.config.model.compute_dtype == "float32":
             yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
+        if self.config.runtime.exact:
+            yield "times and memory are those without runtime.exact, which takes more of both"
         if self.config.rollout.engine != "native":
             yield "other engines are not in it: the native engine is planned for"
         for path in unknown_models(self.config, True):

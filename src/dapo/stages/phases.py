@@ -38,7 +38,8 @@ def load_phases(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Path
     tree, _ = read_recipe(path, overrides)
     phases = tree.get("phases")
     if "phases" not in tree:
-        raise ConfigError(f"{path}: has no phases; a run is started by dapo train, a stage by dapo {', '.join(STAGES)}")
+        stages = ", ".join(STAGES).replace("_", "-")  # as commands are named
+        raise ConfigError(f"{path}: has no phases; a run is started by dapo train, a stage by dapo {stages}")
     if unknown := [key for key in tree if key not in _KEYS]:
         raise ConfigError(f"{path}: {unknown[0]}: unknown key; valid here: {', '.join(_KEYS)}")
     if not isinstance(phases, dict) or not phases or not all(isinstance(one, dict) for one in phases.values()):
