@@ -179,7 +179,7 @@ def test_what_is_asked_for_and_counts_is_taken(tmp_path: Path) -> None:
         FoundModel("m"), overrides=[*given, "data.chat_template_kwargs={a: 1}", "reward.kind=exact"]
     )
     assert (config.model.lora.base, config.rollout.stop, config.seed) == ("nf4", ["x"], 3)
-    assert settings_lines(config)[0] == "model m in float32, its base in 4 bits"
+    assert settings_lines(config)[0] == "model m in float32, the base of an adapter in 4 bits"
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "model: {path: x, lora: {rank: 4, base: nf4}}\nreward: {kind: model, path: y}\n"

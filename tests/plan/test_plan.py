@@ -287,6 +287,12 @@ def plan(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", "gsm8k-1gpu", *arguments])
 
 
+@pytest.mark.parametrize(("option", "most"), [("--response", 768), ("--prompt", 512)])
+def test_lengths_beyond_the_recipes_limits_are_refused(option: str, most: int) -> None:
+    found = plan(option, "5000")
+    assert found.exit_code == 2 and f"{option}: is 5000, but the recipe allows {most} tokens at most" in found.output
+
+
 def test_the_command_tells_all_and_agrees_with_its_json() -> None:
     options = (
         "--cluster",

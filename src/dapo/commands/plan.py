@@ -50,6 +50,7 @@ def plan(
     from dapo.config import load_config
     from dapo.config.plan import existing_recipe
     from dapo.config.stages import load_stage, stage_named
+    from dapo.errors import ConfigError
     from dapo.plan.estimate import Assumed, cluster_of
 
     if (stage := stage_named(existing_recipe(recipe))) is not None:
@@ -59,9 +60,12 @@ def plan(
         config = load_config(recipe, overrides or ())
         limits = config.rollout.max_response_length, config.data.max_prompt_length
         filters = config.algorithm.filter_groups.enable
+    for option, tokens, most in (("--response", response, limits[0]), ("--prompt", prompt, limits[1])):
+        if tokens and tokens > most:
+            raise ConfigError(f"{option}: is {tokens:g}, but the recipe allows {most:g} tokens at most")
     assumed = Assumed(
-        response=min(response or limits[0] / 2, limits[0]),
-        prompt=min(prompt or limits[1] / 2, limits[1]),
+        response=response or limits[0] / 2,
+        prompt=prompt or limits[1] / 2,
         keep=keep if filters else 1.0,
         reward_s=reward_s,
     )

@@ -155,7 +155,7 @@ def settings_lines(config: Config) -> list[str]:
     drawn += f", top_p {sampling.top_p:g}" if sampling.top_p < 1 else ""
     drawn += f", top_k {sampling.top_k}" if sampling.top_k else ""
     drawn += f", min_p {sampling.min_p:g}" if sampling.min_p else ""
-    stop, in_4_bits = stop_texts(config), ", its base in 4 bits" * (config.model.lora.base == "nf4")
+    stop, in_4_bits = stop_texts(config), ", the base of an adapter in 4 bits" * (config.model.lora.base == "nf4")
     drawn += f", until {' or '.join(map(repr, stop))}" if stop else ""
     return [
         f"model {config.model.path} in {config.model.compute_dtype}{in_4_bits}",
