@@ -195,3 +195,14 @@ def test_a_model_too_large_for_the_gpu_says_what_it_takes(
     size = f"{numbers * 4 / 2**30:.1f} GiB in float32"
     assert size in str(caught.value) and "1.0 of 3.0 GiB of cuda are free" in str(caught.value)
     assert "bfloat16 takes half" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_are_not_finite_are_refused_by_name(dtype: torch.dtype, value: float) -> None:
+    model = random_model("qwen2").to(dtype)
+    model.model.embed_tokens.weight.data[3, 1] = torch.finfo(dtype).max  # which is finite
+    load_model(model, dtype)
+    model.model.norm.weight.data[-1] = value
+    with pytest.raises(ModelError, match=r"the weights model\.norm\.weight hold NaN or infinity"):
+        load_model(model, dtype)

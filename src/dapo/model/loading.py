@@ -76,9 +76,14 @@ def load_model(
     except torch.OutOfMemoryError:
         raise _too_large("model", model, dtype, device) from None
     for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+        if not is_finite(parameter):
             raise ModelError(f"model: the weights {name} hold NaN or infinity")
     return model.eval()
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all its numbers are, without a copy, which of a large embedding would take gigabytes."""
+    return not tensor.numel() or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
 
 
 def _taken_as_it_is(model: Any) -> Any:

@@ -19,7 +19,7 @@ from dapo.config import ModelReward
 from dapo.errors import ModelError, RewardError, first_line
 from dapo.model.adapters import Adapter, find_adapter, put_on
 from dapo.model.hub import from_where
-from dapo.model.loading import context_limit, load_tokenizer
+from dapo.model.loading import context_limit, is_finite, load_tokenizer
 from dapo.reward.model.text import Encoded, PairText
 
 _HARMLESS = ("lm_head.", "cls.")
@@ -241,7 +241,7 @@ def _from_pretrained(config: ModelReward, settings: Any, adapter: Adapter | None
                 "Transformers would make up or leave out weights, and the scores would mean nothing"
             )
     for name, parameter in model.named_parameters():
-        if type(parameter.data) is torch.Tensor and not bool(torch.isfinite(parameter).all()):  # else one of torchao's
+        if type(parameter.data) is torch.Tensor and not is_finite(parameter):  # else one of torchao's
             raise RewardError(f"reward model {config.path}: the weights {name} hold NaN or infinity")
     return model.eval().requires_grad_(False).to(config.device)
 
