@@ -99,6 +99,11 @@ def test_saved_folders_and_folders_of_files(tmp_path):
     (tmp_path / "files").mkdir()
     parquet(tmp_path / "files", name="train-00000.parquet")
     assert len(read(tmp_path / "files")) == 30
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed/rows.jsonl").write_text('{"prompt": "p", "answer": "1"}\n')
+    (tmp_path / "mixed/notes.json").write_text('{"steps": [1, 2]}\n')
+    with pytest.raises(DataError, match="mixed: the data set cannot be loaded: its files have different columns; name"):
+        read(tmp_path / "mixed")
     first, again = source(tmp_path / "one"), source(tmp_path / "one")
     again.load_state(first.state())
 
