@@ -40,12 +40,7 @@ def conflicts_of_exact(config: Any) -> Iterator[str]:
     for key, value, fits, works in (
         ("rollout.engine", rollout.engine, rollout.engine == "native", "native"),
         ("rollout.device", rollout.device, rollout.device is None, "null: another device adds in another order"),
-        (
-            "rollout.in_flight",
-            rollout.in_flight,
-            rollout.in_flight != "keep",
-            "drain: keys of older weights would stay",
-        ),
+        ("rollout.in_flight", rollout.in_flight, rollout.in_flight != "keep", "drain: keys of old weights would stay"),
         ("runtime.kind", runtime.kind, runtime.kind == "local", "local: one process and one device"),
         ("model.lora.base", lora.base, lora.base == "full", "full: 4 bits have products of their own"),
     ):

@@ -82,9 +82,8 @@ def open_dataset(path: str, config: str | None, split: str | None, name: str) ->
                     theirs = cache_folder("datasets")
                 found = datasets.load_dataset(path, config, cache_dir=str(theirs))
     except Exception as error:  # of the hub, of the network, of the files
-        cause = error.__cause__ or error
-        columns = isinstance(cause, datasets.table.CastError)
-        why = "its files have different columns; name the file with the rows" if columns else first_line(cause)
+        mixed = isinstance(cause := error.__cause__ or error, datasets.table.CastError)
+        why = "its files have different columns; name the file with the rows" if mixed else first_line(cause)
         raise DataError(f"{name}: the data set cannot be loaded: {why}") from None
     rows = _split_of(found, split, name)
     if not len(rows):

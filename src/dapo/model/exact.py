@@ -144,14 +144,12 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None, bias
     if deeper or wider or not weight.is_contiguous():
         weight = F.pad(weight, (0, deeper, 0, wider)).contiguous()
     padded = F.pad(left, (0, deeper, 0, -rows % CPU_ROWS)).contiguous()
-    bias = None if bias is None else F.pad(bias, (0, wider))
+    aten = torch.ops.aten
+    how, given = (aten.mm, ()) if bias is None else (aten.addmm, (F.pad(bias, (0, wider)),))
     out = left.new_empty(len(padded), columns + wider)
     for start in range(0, rows, CPU_ROWS):
         some = slice(start, start + CPU_ROWS)
-        if bias is None:
-            torch.ops.aten.mm.out(padded[some], weight.t(), out=out[some])
-        else:
-            torch.ops.aten.addmm.out(bias, padded[some], weight.t(), out=out[some])
+        how.out(*given, padded[some], weight.t(), out=out[some])
     return out[:rows, :columns].contiguous()
 
 
