@@ -38,7 +38,6 @@ TOKEN = "a-token"
 SETTINGS = {
     "model.compute_dtype": "float32",
     "data.template": "plain",
-    "algorithm.overlong_buffer.enable": False,
     "data.max_prompt_length": PROMPT,
     "evaluation.max_response_length": RESPONSE,
     "rollout.max_response_length": RESPONSE,
@@ -113,7 +112,9 @@ async def events(stream: AsyncIterator[T]) -> list[T]:
 
 def _config(folder: Path, **changes: Any) -> Config:
     changed = {f"rollout.{key}": value for key, value in changes.items()}
-    return build_config(nested({"model.path": str(folder)} | SETTINGS | changed))
+    return build_config(
+        nested({"model.path": str(folder), "algorithm.overlong_buffer.enable": False} | SETTINGS | changed)
+    )
 
 
 def _made(config: Config) -> tuple[Any, PromptTemplate]:
