@@ -111,10 +111,8 @@ async def events(stream: AsyncIterator[T]) -> list[T]:
 
 
 def _config(folder: Path, **changes: Any) -> Config:
-    changed = {f"rollout.{key}": value for key, value in changes.items()}
-    return build_config(
-        nested({"model.path": str(folder), "algorithm.overlong_buffer.enable": False} | SETTINGS | changed)
-    )
+    changed = {f"rollout.{key}": value for key, value in changes.items()} | {"algorithm.overlong_buffer.enable": False}
+    return build_config(nested({"model.path": str(folder)} | SETTINGS | changed))
 
 
 def _made(config: Config) -> tuple[Any, PromptTemplate]:
