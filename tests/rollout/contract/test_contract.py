@@ -270,6 +270,9 @@ def test_cancelled_samples_keep_their_tokens_and_are_continued(subject: Subject)
         return drafts
 
     drafts = subject.run(cut())
+    if not drafts:  # seen once: a process of its own had sampled all before a busy machine got here
+        found.clear()
+        drafts = subject.run(cut())
     whole = {event.index: event for event in found if isinstance(event, Sample)}
     assert drafts and not {d.index for d in drafts} & set(whole)
     grown = {d.index: d.start + len(d.token_ids) for d in found if isinstance(d, Draft)}
