@@ -308,7 +308,7 @@ def test_nothing_is_sampled_while_paused_and_all_goes_on_afterwards(subject: Sub
             await asyncio.sleep(0.1)  # what was sampled before is on its way
             count, waiting = len(told), asyncio.create_task(subject.collect(late))
             await asyncio.sleep(0.3)
-            assert len(told) == count and not waiting.done() and not reading.done()
+            assert len(told) == count and not waiting.done()  # a busy machine may have sampled all of the first before
         finally:
             await subject.engine.resume()
             await subject.engine.resume()
