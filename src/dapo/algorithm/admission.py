@@ -40,9 +40,7 @@ def judge(group: Group, *, metric: FilterMetric, tolerance: float = 1e-6, least:
         tolerance: with ``score``, max - min must exceed it.
         least: samples with a verdict that a group needs; 1 where nothing is compared.
 
-    Raises:
-        ValueError: metric ``acc``, but ``correct`` of a scored sample is None; or an unknown metric.
-    """
+    Raises ValueError: metric ``acc``, but ``correct`` of a scored sample is None; or an unknown metric."""
     verdicts = [s.verdict for s in group.scored]
     if len(verdicts) < least:
         return GroupVerdict.TOO_FEW_SCORED
@@ -93,9 +91,7 @@ def refill_size(*, wanted: int, in_flight: int, keep_rate: float, budget_left: i
         keep_rate: expected share of draws that are kept, from 0 to 1.
         budget_left: draws still allowed in this step.
 
-    Returns:
-        From 0 to ``budget_left``.
-    """
+    Returns from 0 to ``budget_left``."""
     if wanted <= 0 or budget_left <= 0:
         return 0
     if wanted >= keep_rate * (in_flight + budget_left):  # all of the budget will hardly do

@@ -57,9 +57,7 @@ def advantages(rewards: Tensor | Sequence[float], *, kind: str | Estimator, epsi
     Returns:
         [n] float64. Exactly 0 for a flat group (max equals min, up to :data:`FLAT_SPREAD`), so for a group of one too.
 
-    Raises:
-        ValueError: an unknown kind, or a reward that is not finite.
-    """
+    Raises ValueError: an unknown kind, or a reward that is not finite."""
     estimator = ESTIMATORS.get(kind) if isinstance(kind, str) else kind
     if estimator is None:
         raise ValueError(f"unknown advantage {kind!r}; one of {', '.join(ESTIMATORS)}")
@@ -83,10 +81,7 @@ def with_advantages(group: Group, *, kind: str | Estimator, epsilon: float = 1e-
 
     Samples that overlong filtering left out of the loss still count in mean and deviation. A sample without a verdict
     does not; it gets advantage 0 and leaves the loss.
-
-    Raises:
-        ValueError: an unknown kind, or a scored sample without a shaped reward.
-    """
+    Raises ValueError: an unknown kind, or a scored sample without a shaped reward."""
     values = iter(advantages([s.shaped_reward for s in group.scored], kind=kind, epsilon=epsilon).tolist())
     samples = (
         replace(s, advantage=next(values)) if s.scored else replace(s, advantage=0.0, in_loss=False)

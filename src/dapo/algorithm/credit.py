@@ -15,10 +15,7 @@ def with_turn_advantages(group: Group, *, kind: str | Estimator, epsilon: float 
     already is no credit of t's. It is compared with the returns of turn t in the other episodes of the group. An
     episode that has ended before counts with the return of its last turn, so that each baseline is over all episodes,
     one number of each. Without rewards by turn this is the advantage of the outcome.
-
-    Raises:
-        ValueError: as :func:`~dapo.algorithm.advantage.advantages`.
-    """
+    Raises ValueError: as :func:`~dapo.algorithm.advantage.advantages`."""
     scored = [_returns(sample) for sample in group.scored]
     most = max(map(len, scored), default=0)
     by_turn = [

@@ -32,9 +32,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KLEstimator) -> Tenso
     Returns:
         [R]. In k3, d is held above -20, where exp would overflow in float32 before long (no gradient beyond).
 
-    Raises:
-        ValueError: an unknown kind.
-    """
+    Raises ValueError: an unknown kind."""
     d = logprobs - reference
     if kind == "k1":
         return d

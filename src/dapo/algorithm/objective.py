@@ -120,9 +120,7 @@ def token_weights(
     Returns:
         [R] float32, 0 where masked; all 0 if everything is masked.
 
-    Raises:
-        ValueError: an unknown mode, or mode ``constant`` without a positive constant and number of samples.
-    """
+    Raises ValueError: an unknown mode, or mode ``constant`` without a positive constant and number of samples."""
     mask = mask.bool()
     match mode:
         case "token-mean":
@@ -188,9 +186,7 @@ def importance_weights(
     Returns:
         (w [R] float32 or better, the new mask [R]), without gradient. w is 1 at masked positions.
 
-    Raises:
-        ValueError: an unknown kind or level.
-    """
+    Raises ValueError: an unknown kind or level."""
     if kind not in ("none", "truncate", "mask") or level not in ("token", "sequence"):
         raise ValueError(f"unknown correction {kind!r} at level {level!r}")
     log_ratio = _select(mask, proximal.detach()) - _select(mask, behaviour.detach())
@@ -285,9 +281,7 @@ class DapoObjective:
             to that of the mini-batch. With no loss token at all the loss is 0 and still has a gradient (of zeros), so
             that a rank with nothing to learn takes part in every collective.
 
-        Raises:
-            ValueError: ``kl_in_loss`` without reference log-probabilities.
-        """
+        Raises ValueError: ``kl_in_loss`` without reference log-probabilities."""
         known = inputs.selected()
         logprobs = _select(inputs.mask, logprobs)
         loss = self.token_losses(logprobs, known)

@@ -21,12 +21,8 @@ def overlong_penalty(length: int, *, max_response_length: int, buffer_len: int, 
         buffer_len: L_cache, the last tokens before L_max, in which the punishment grows linearly. 0: no such ramp.
         penalty_factor: size of the punishment at L_max and above.
 
-    Returns:
-        A number from ``-penalty_factor`` to 0, to be added to the reward.
-
-    Raises:
-        ValueError: the buffer is negative or longer than L_max.
-    """
+    Returns a number from ``-penalty_factor`` to 0, to be added to the reward.
+    Raises ValueError: the buffer is negative or longer than L_max."""
     if not 0 <= buffer_len <= max_response_length:
         raise ValueError(f"buffer_len {buffer_len} is not between 0 and max_response_length {max_response_length}")
     excess = length - (max_response_length - buffer_len)
@@ -59,9 +55,7 @@ def shape_rewards(
         filter_truncated: overlong filtering. Truncated samples leave the loss, but keep their reward: they still
             count in the statistics of the group.
 
-    Raises:
-        ValueError: soft and hard together.
-    """
+    Raises ValueError: soft and hard together."""
     if soft and hard:
         raise ValueError("the soft and the hard overlong punishment exclude each other")
 
@@ -87,16 +81,9 @@ def subtract_kl(group: Group, kl: Sequence[float], *, coef: float) -> Group:
     """A copy of ``group`` with ``coef`` times the KL of each sample taken off its shaped reward (KL in the reward).
 
     Comes between :func:`shape_rewards` and the advantage, so that the group is normalised with the KL inside.
-
-    Args:
-        group: with shaped rewards.
-        kl: for each *scored* sample, in order, the KL to the reference policy summed over its tokens
-            (``kl.sample_kl``).
-        coef: beta.
-
-    Raises:
-        ValueError: not one KL per scored sample.
-    """
+    ``group``: with shaped rewards. ``kl``: for each *scored* sample, in order, the KL to the reference policy summed
+    over its tokens (``kl.sample_kl``). ``coef``: beta.
+    Raises ValueError: not one KL per scored sample."""
     if len(kl) != len(group.scored):
         raise ValueError(f"draw {group.draw}: {len(kl)} KLs for {len(group.scored)} scored samples")
     left = iter(kl)

@@ -117,8 +117,7 @@ def train(
 
     Ctrl-C ends the run with a checkpoint. In a notebook and at Python's prompt the result up to there is returned, and
     its ``stopped`` says so; in a script :class:`Interrupted` is raised with it.
-    Raises UserError: a setting, row, model or reward is wrong; the message says which and what would work.
-    """
+    Raises UserError: a setting, row, model or reward is wrong; the message says which and what would work."""
     tree: dict[str, Any] = dict(flat(settings or {}))
     by_name = isinstance(model, str | Path)
     if not by_name:

@@ -40,12 +40,10 @@ def compare(
         only, allow, evaluation, judge: as the options of the command.
         listener: hears how far it is; by default progress is printed.
 
-    Returns:
-        The table: ``lines()``, a label and a text for each recipe; ``names``, of these; ``cells()``, the numbers of
-        each cell; ``failures()``, what went wrong. It is in ``out`` as table.md, table.csv and table.json, too.
+    Returns the table: ``lines()``, a label and a text for each recipe; ``names``, of these; ``cells()``, the numbers of
+    each cell; ``failures()``, what went wrong. It is in ``out`` as table.md, table.csv and table.json, too.
 
-    Raises UserError: something in a recipe is wrong, they cannot be compared, or another comparison is in ``out``.
-    """
+    Raises UserError: something in a recipe is wrong, they cannot be compared, or another comparison is in ``out``."""
     from dapo.comparison.cells import run_cells
     from dapo.comparison.folder import declare
     from dapo.comparison.pages import write_tables

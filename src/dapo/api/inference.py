@@ -75,9 +75,7 @@ def evaluate(
         metrics: functions of the groups by name, beside those of ``evaluation.metrics``.
         listener: hears what happens; by default progress is printed.
 
-    Raises:
-        UserError: a setting, row, model or reward is wrong; the message says which and what would work.
-    """
+    Raises UserError: a setting, row, model or reward is wrong; the message says which and what would work."""
     with closing(listener or make_listener()) as listener:
         files, rows = files_or_rows(data, "data", listener.phase)
         if len(files) > 1:
@@ -119,13 +117,9 @@ def generate(
         prompts: a text, a chat (messages with ``role`` and ``content``), a row with a ``prompt``, or a list of these.
         listener: hears what happens; by default warnings are printed. All others are as for :func:`evaluate`.
 
-    Returns:
-        All responses to the first prompt, then those to the next one. Each has ``text``, ``tokens`` (their number),
-        ``finish_reason`` (``stop``, or ``length`` where it was cut) and ``logprob``.
-
-    Raises:
-        UserError: a setting, prompt or model is wrong; the message says which and what would work.
-    """
+    Returns all responses to the first prompt, then those to the next one. Each has ``text``, ``tokens`` (their number),
+    ``finish_reason`` (``stop``, or ``length`` where it was cut) and ``logprob``.
+    Raises UserError: a setting, prompt or model is wrong; the message says which and what would work."""
     given = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
     _, config = _settings(model, tokenizer, ONE_EACH, settings, **given)
     texts = _texts(prompts, config)

@@ -35,8 +35,7 @@ def rank(
         settings: keys such as ``{"reward.max_length": 512}``.
         fields: what else the reward needs of a row, such as ``answer`` or ``tests``.
 
-    Raises UserError: there is no such model, or it ranks nothing.
-    """
+    Raises UserError: there is no such model, or it ranks nothing."""
     from dapo.ranking import rows
     from dapo.ranking.score import best_first, load_ranker, score_rows
 
@@ -67,8 +66,7 @@ def filter(
         writer: the language model that wrote the candidates, where the file has thresholds for several.
         how: as for :func:`rank`.
 
-    Raises ConfigError: there is no threshold, or none for this writer; others as :func:`rank`.
-    """
+    Raises ConfigError: there is no threshold, or none for this writer; others as :func:`rank`."""
     from dapo.ranking.calibrate import passing, read_thresholds
     from dapo.ranking.rows import Candidates
 

@@ -43,9 +43,7 @@ class Run:
         Args:
             step: one, or the first and the last one; by default the last one that has samples.
 
-        Raises:
-            UserError: there are no samples of these steps, or a file of them is damaged.
-        """
+        Raises UserError: there are no samples of these steps, or a file of them is damaged."""
         span = step if step is None or isinstance(step, tuple) else (step, step)
         if span is not None and not (len(span) == 2 and all(isinstance(one, Integral) for one in span)):
             raise UserError(f"step: expected a number, or the first and the last one, got {step!r}")
@@ -74,10 +72,7 @@ class Run:
 def open_run(path: str | Path) -> Run:
     """The run in a folder, finished, under way or killed: ``.metrics``, ``.evaluations`` and ``.samples(step=...)`` are
     data frames, ``.config`` and ``.summary`` mappings.
-
-    Raises:
-        UserError: it is no run folder, or a file in it is damaged.
-    """
+    Raises UserError: it is no run folder, or a file in it is damaged."""
     return Run(RunView.read(Path(path).expanduser(), brief=True).folder.root)
 
 

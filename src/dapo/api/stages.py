@@ -57,8 +57,7 @@ def stage(
         settings: keys of the stage's recipe, dotted or nested; :data:`SIZES` has other defaults.
         resume: folder of a stage to go on with, given the same arguments.
 
-    Raises UserError: a setting, a row or the model is wrong; the message says which and what would work.
-    """
+    Raises UserError: a setting, a row or the model is wrong; the message says which and what would work."""
     from dapo.orchestrator.inputs import RunOverrides
     from dapo.stages.run import as_begun, run_stage
 

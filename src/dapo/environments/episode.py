@@ -50,12 +50,8 @@ class Over(Exception):
 
 class Episode:
     """See the module.
-
-    Attributes:
-        ended: why it is over; None: it is not.
-        last: the last answer.
-        failed: what the engine raised, which is no fault of the episode's.
-    """
+    ``ended``: why it is over; None: it is not. ``last``: the last answer. ``failed``: what the engine raised, which is
+    no fault of the episode's."""
 
     def __init__(self, template: PromptTemplate, ask: Ask, config: EnvironmentConfig, limits: Limits) -> None:
         self._template, self._ask, self._config, self._limits = template, ask, config, limits
@@ -97,10 +93,7 @@ class Episode:
             most: tokens that it may say.
             may_call: False: calls are not read.
 
-        Raises:
-            Over: the episode is over, or a cap ends it.
-            DataError: the chat template refuses the messages.
-        """
+        Raises Over: the episode is over, or a cap ends it; DataError: the chat template refuses the messages."""
         async with self._one:
             if self._turns >= self._config.max_turns:
                 self.end("max_turns")

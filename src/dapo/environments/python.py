@@ -20,10 +20,7 @@ class PythonTool:
 
     def python(self, code: str) -> str:
         """Run a Python program and return what it prints.
-
-        Args:
-            code: The program. Nothing of an earlier one is left.
-        """
+        ``code``: the program. Nothing of an earlier one is left."""
         return run_python(code)
 
 

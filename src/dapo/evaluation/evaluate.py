@@ -42,12 +42,8 @@ async def evaluate(
     The same run seed gives the same samples for the same weights, whatever was trained in between.
     ``progress``: called with samples done and samples in all. ``metrics``: the user's own, by name.
     ``player``: makes one that plays episodes, in place of single responses.
-
-    Raises:
-        RewardError: the reward function broke its contract, or too many scores failed.
-        EngineError: the engine failed.
-        ConfigError: one of ``metrics`` failed, or gave no finite number.
-    """
+    Raises RewardError: the reward function broke its contract, or too many scores failed; EngineError: the engine
+    failed; ConfigError: one of ``metrics`` failed, or gave no finite number."""
     sampling = evaluation_sampling(config)
     wanted = range(config.evaluation.samples_per_prompt)
     requests = [

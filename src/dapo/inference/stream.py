@@ -136,9 +136,7 @@ async def written(
         period: seconds in which drafts are gathered; what has finished is told at once.
         done: called when the engine is done with all of them, even if their parts wait to be taken.
 
-    Raises:
-        EngineError: a request cannot be served, or the engine failed.
-    """
+    Raises EngineError: a request cannot be served, or the engine failed."""
     news: dict[tuple[int, int], list[Sample | Draft]] = {}  # of each sample, what was not told yet
     changed, clock, due = asyncio.Event(), asyncio.get_running_loop().time, 0.0
 

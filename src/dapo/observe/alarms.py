@@ -357,10 +357,7 @@ class Alarms:
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> tuple[dict[str, float], list[str]]:
         """See the metrics of a step, by registered name; steps come in order.
-
-        Returns:
-            The metric of this module, and what to say now: new alarms, and old ones that are due again.
-        """
+        Returns the metric of this module, and what to say now: new alarms, and old ones that are due again."""
         entry = {name: metrics.get(name) for name in _READ}
         old = self._state
         first = old["first"] if len(old["first"]) == FIRST else [*old["first"], entry]

@@ -85,9 +85,7 @@ def write_samples(
         seen: the trainer's log-probs and entropies of a sample's tokens, of those that it has computed.
         checks: what the held-out check said, of those that it was asked about.
 
-    Returns:
-        The file with the samples.
-    """
+    Returns the file with the samples."""
     found = list(groups)
     lines = [json_line(line) for group, status in found for line in lines_of_group(group, status, checks)]
     write_atomic(tokens_path(folder, step), TokenArrays.of([group for group, _ in found], seen or {}).to_bytes())

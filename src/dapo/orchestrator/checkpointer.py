@@ -63,9 +63,7 @@ class Checkpointer:
             models: writes the weights, of whose learner the checkpoints are.
             shutdown: hears what the last checkpoint is.
 
-        Raises:
-            UserError: another process is writing to this run.
-        """
+        Raises UserError: another process is writing to this run."""
         self._folder, self._config, self._state, self._early_stopping = folder, config, state, early_stopping
         self._roles = {**roles, "best": early_stopping}
         self.models, self._shutdown = models, shutdown

@@ -110,16 +110,10 @@ def make_engine(
     spare_bytes: int,
 ) -> Engine:
     """The user's engine, or that of this process, with a copy of the model's weights on ``rollout.device``.
-
-    Args:
-        heldout: prompts that it has to have room for, beside those to train on.
-        spare_bytes: memory to leave to the trainer, if they share a device.
-
-    Raises:
-        ConfigError: there is no such engine or device, or it lacks something of the protocol.
-        ModelError: it does not fit into the memory.
-        StartError: vLLM does not start.
-    """
+    ``heldout``: prompts that it has to have room for, beside those to train on. ``spare_bytes``: memory to leave to the
+    trainer, if they share a device.
+    Raises ConfigError: there is no such engine or device, or it lacks something of the protocol; ModelError: it does
+    not fit into the memory; StartError: vLLM does not start."""
     own = own_part(config, "rollout.engine", inputs.engine)
     if own is None and config.rollout.engine == "openai":
         return openai_engine(config, model, stop_ids)
@@ -143,11 +137,7 @@ def evaluation_engine(
     """A second engine on ``rollout.device`` with weights of its own, just large enough to evaluate on ``heldout``
     (``evaluation.while_sampling: copy``). Make it before that of :func:`make_engine`, which takes what memory is left:
     on a GPU this one's cache is ``rollout.cache_gib``, or a quarter of what is free, if it has use for so much.
-
-    Raises:
-        ConfigError: there is no such device.
-        ModelError: it does not fit into the memory.
-    """
+    Raises ConfigError: there is no such device; ModelError: it does not fit into the memory."""
     device, cache = engine_device(config), cache_bytes(config)
     if cache is None and device.type == "cuda":
         cache = torch.cuda.mem_get_info(device)[0] // 4

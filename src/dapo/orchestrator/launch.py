@@ -21,12 +21,9 @@ def run_experiment(
 ) -> dict[str, Any]:
     """Train as ``config`` says and return the summary, which is also written to the run folder.
     ``shutdown``: entered by the caller, who owns the process; None: a signal does what it does in any Python program.
-
-    Raises:
-        Stopped: ``shutdown`` heard a signal; how far the run came was said, and is in the run folder.
-        UserError: something in recipe, data, model or reward is wrong, or training had to stop; what had been learned
-            is in the run folder.
-    """
+    Raises Stopped: ``shutdown`` heard a signal; how far the run came was said, and is in the run folder; UserError:
+    something in recipe, data, model or reward is wrong, or training had to stop; what had been learned is in the run
+    folder."""
     return run_to_end(Experiment(config, listener, inputs or RunOverrides()), shutdown)
 
 

@@ -114,11 +114,8 @@ def changes_at(
     """All changes of a run that goes on with ``config``, the earlier ones first. Those recorded after ``checkpoint``,
     which it goes on from, count no more: what differs from the settings that were in force there is changed there now.
     None: it starts anew, and no step had other settings. ``contents``: what has changed in files since the last start.
-
-    Raises:
-        ConfigError: a setting that changes between two steps only, and ``checkpoint`` is inside of one; or fewer steps.
-        UserError: the record of earlier changes is damaged.
-    """
+    Raises ConfigError: a setting that changes between two steps only, and ``checkpoint`` is inside of one; or fewer
+    steps; UserError: the record of earlier changes is damaged."""
     if checkpoint is None:
         return []
     place = CheckpointId.parse(checkpoint.name) or CheckpointId(0)

@@ -67,13 +67,10 @@ class BoundFunction:
 
     def arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The keyword arguments of one call: only those that the function takes, unless it takes any.
+        ``items``: one, or several for a batched function, which gets a list for each key, with None where an item lacks
+        it. Keys: "prompt", "response", "answer", :data:`_IF_NAMED`, and "meta" with those of the row.
 
-        Args:
-            items: one, or several for a batched function, which gets a list for each key, with None where an item lacks
-                it. Keys: "prompt", "response", "answer", :data:`_IF_NAMED`, and "meta" with those of the row.
-
-        Raises RewardError: the function requires a parameter that has no value.
-        """
+        Raises RewardError: the function requires a parameter that has no value."""
         meta, said = items[0]["meta"], {key: value for key, value in items[0].items() if key != "meta"}
         if self.responses_per_call is not None:
             keys = dict.fromkeys(key for item in items for key in item["meta"])

@@ -54,8 +54,7 @@ def reward_function(
         batched: whether it takes lists. All responses that wait go into one call.
         responses_per_call: most responses in one call, 64 by default.
 
-    Raises RewardError: the arguments do not fit, or the module has another function of this name.
-    """
+    Raises RewardError: the arguments do not fit, or the module has another function of this name."""
     if responses_per_call is not None and not batched:
         raise RewardError(f"reward_function: responses_per_call={responses_per_call} does nothing without batched=True")
     if responses_per_call is not None and (type(responses_per_call) is not int or responses_per_call < 1):

@@ -205,9 +205,7 @@ def load_served(
         apart: whether the engines have processes of their own; None: on GPUs, which HTTP would slow down. vLLM has some
             anyway.
 
-    Raises:
-        UserError: a setting, the model or an adapter is wrong.
-    """
+    Raises UserError: a setting, the model or an adapter is wrong."""
     recipe = existing_recipe(model)
     is_recipe = recipe.suffix in (".yaml", ".yml")
     path = load_config(recipe).model.path if is_recipe else model

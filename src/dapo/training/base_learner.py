@@ -53,17 +53,11 @@ class UpdatesOfAStep(Protocol):
 
 class BaseLearner(ABC):
     """A learner in this process, over one trainer, without an algorithm.
-
-    Attributes:
-        trainer: to be used between two calls only.
-    """
+    ``trainer``: to be used between two calls only."""
 
     def __init__(self, trainer: Trainer, out_of_time: Callable[[], bool] = lambda: False) -> None:
-        """
-        Args:
-            out_of_time: whether an update under way is to end with :class:`~dapo.util.shutdown.Stopped`, between two
-                chunks of tokens. Weights and optimizer are those before it then.
-        """
+        """``out_of_time``: whether an update under way is to end with :class:`~dapo.util.shutdown.Stopped`, between two
+        chunks of tokens. Weights and optimizer are those before it then."""
         self.trainer, self._out_of_time = trainer, out_of_time
         self._trainers = {"": trainer}  # by the folder that theirs are in, inside of a checkpoint
         self._pool = ThreadPoolExecutor(1, "dapo-training")
@@ -111,10 +105,7 @@ class BaseLearner(ABC):
 
         ``into`` is of ``step``, so that its reports tell which updates were made.
         A caller that is cancelled waits for its end: an update is made and its report is there, both or neither.
-
-        Raises:
-            NumericalError: too many updates in a row were skipped; says why and what to try.
-        """
+        Raises NumericalError: too many updates in a row were skipped; says why and what to try."""
         await self._compute(self._update, index, mini, into)
 
     def publish(self) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:

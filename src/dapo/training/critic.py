@@ -93,9 +93,7 @@ def critic_training(config: Config) -> TrainingConfig:
 @dataclass(slots=True)
 class Critic:
     """Values of response tokens, and how they are learned.
-
-    Attributes:
-        ahead: what the update told that was made of the mini-batch at hand, while that of the policy is still to come.
+    ``ahead``: what the update told that was made of the mini-batch at hand, while that of the policy is still to come.
     """
 
     trainer: Trainer

@@ -59,10 +59,7 @@ class StoredAdamW(torch.optim.AdamW):
     """The numbers of ``torch.optim.AdamW``, made by its own kernel, part by part; ``int8`` rounds the moments after it.
 
     For parameters on CUDA that are offloaded the moments lie in pinned memory; on a CPU they stay where they are.
-
-    Attributes:
-        torn: whether a step failed after it had changed some of the parameters and not the others.
-    """
+    ``torn``: whether a step failed after it had changed some of the parameters and not the others."""
 
     torn = False
 

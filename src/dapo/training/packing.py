@@ -25,10 +25,7 @@ def pack(groups: Iterable[Group]) -> TokenBatch:
     """Flatten groups into one batch, samples without a verdict left out.
 
     They are dropped here, after their group's statistics, so that leaving them out cannot shift a group's border.
-
-    Raises:
-        ValueError: an empty prompt: its first response token would have no predictor.
-    """
+    Raises ValueError: an empty prompt: its first response token would have no predictor."""
     return _flatten(
         [
             (g.draw, g.prompt.token_ids if part.prompt_ids is None else part.prompt_ids.tolist(), part)
@@ -65,10 +62,7 @@ def pack_demonstrations(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) ->
     """Pairs (prompt ids, response ids) to imitate, each a group of its own.
 
     Behaviour log-probs are 0 and versions :data:`~dapo.records.NOBODY`.
-
-    Raises:
-        ValueError: an empty prompt.
-    """
+    Raises ValueError: an empty prompt."""
     return _flatten([(i, prompt, _demonstration(i, response)) for i, (prompt, response) in enumerate(pairs)])
 
 
@@ -124,10 +118,7 @@ def cut(batch: TokenBatch, token_budget: int, whole_groups: bool = False, ranks:
 
     Several ``ranks`` compute them side by side, so many at a time, the k-th of each that of rank k. So their number is
     a multiple of it, some may be empty, and a group is divided where they are done sooner for that.
-
-    Raises:
-        ConfigError: one sequence alone is longer than the budget, or a group that is not to be divided.
-    """
+    Raises ConfigError: one sequence alone is longer than the budget, or a group that is not to be divided."""
     if batch.num_samples and batch.lengths.max() > token_budget:
         longest = int(batch.lengths.argmax())
         tokens, prompt = int(batch.lengths[longest]), int(batch.prompt_lengths[longest])
@@ -195,10 +186,7 @@ def plan_micro_batches(lengths: Sequence[int] | IntArray, token_budget: int, mul
     goes to the least loaded one instead: equal parts, where first-fit leaves a small rest. If that breaks the budget,
     first-fit's own answer stands. ``lengths``: tokens of each, each within the budget. ``multiple``: their number
     is one of it; if it is not 1, they come largest first, empty ones last.
-
-    Returns:
-        Numbers of those in each micro-batch, ascending.
-    """
+    Returns numbers of those in each micro-batch, ascending."""
     sizes = [int(n) for n in lengths]
     longest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])  # stable, so ties keep their order
     bins = _first_fit(longest_first, sizes, token_budget)

@@ -131,10 +131,8 @@ _OUTCOMES = """
 
 def outcomes(connection: DuckDBPyConnection, early: int, late: int) -> Row:
     """What became of the groups, and how many have which share of right samples.
-
-    Returns:
-        ``difficulty``: counts in :data:`DIFFICULTY_BINS` bins; of the steps up to ``early`` under ``first``, of those
-        after ``late`` under ``last``, of all under ``all``. ``statuses``: rows of status, groups, samples and tokens.
+    Returns ``difficulty``: counts in :data:`DIFFICULTY_BINS` bins; of the steps up to ``early`` under ``first``, of
+    those after ``late`` under ``last``, of all under ``all``. ``statuses``: rows of status, groups, samples and tokens.
     """
     found = _rows(connection, _OUTCOMES, {"early": early, "late": late, "bins": DIFFICULTY_BINS})
     difficulty = {name: [0] * DIFFICULTY_BINS for name in ("first", "last", "all")}

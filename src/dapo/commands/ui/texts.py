@@ -99,13 +99,10 @@ def search(samples: Path, text: str, start: tuple[int, int] | None, seconds: flo
     first. The index has no texts, so files are read, until :data:`MOST_FINDS` or ``seconds`` are reached.
 
     ``samples``: the folder of a run. ``start``: ``next`` of an earlier answer, a step and lines of it to skip.
+    Returns ``finds`` (a prompt once for its group); how many steps were ``searched``, from ``last`` down to ``first``;
+    ``left``, which were not, or not wholly; ``next``: where to go on, None if that was all.
 
-    Returns:
-        ``finds`` (a prompt once for its group); how many steps were ``searched``, from ``last`` down to ``first``;
-        ``left``, which were not, or not wholly; ``next``: where to go on, None if that was all.
-
-    Raises UserError: a file cannot be read.
-    """
+    Raises UserError: a file cannot be read."""
     steps = [step for step in reversed(steps_with_samples(samples)) if start is None or step <= start[0]]
     finds, told, deadline = list[dict[str, Any]](), set[Any](), time.monotonic() + seconds
     first, last = min(steps, default=None), max(steps, default=None)

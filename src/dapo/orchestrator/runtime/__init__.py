@@ -22,9 +22,7 @@ def place(
         wait: for what starts in other processes.
         tell: hears of processes that died and were replaced.
 
-    Raises:
-        UserError: it cannot be loaded or trained, or does not fit into the memory. Nothing is left of it then.
-    """
+    Raises UserError: it cannot be loaded or trained, or does not fit into the memory. Nothing is left of it then."""
     if setup.config.runtime.kind == "ray":
         from dapo.orchestrator.runtime.ray.place import place_on_ray  # needs an extra
 

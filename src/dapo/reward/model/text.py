@@ -27,10 +27,7 @@ class PairText:
 
     A response cannot contain the tokenizer's control tokens (end of turn, start of another role): a policy that writes
     them as ordinary text could otherwise show the reward model another conversation.
-
-    Raises:
-        RewardError: the tokenizer has no chat template, or one that refuses a prompt and a response.
-    """
+    Raises RewardError: the tokenizer has no chat template, or one that refuses a prompt and a response."""
 
     def __init__(self, tokenizer: Any, template: Template, name: str) -> None:
         self._tokenizer, self._template = tokenizer, template

@@ -27,8 +27,7 @@ def check_request(
         can_decode: whether token ids can be made into text, which stop texts need.
         stop_ids: each ends a response.
 
-    Raises EngineError: says which request and why.
-    """
+    Raises EngineError: says which request and why."""
     problems = _problems(request, vocabulary, max_sequence, can_decode)
     for problem in itertools.chain(problems, _draft_problems(request, vocabulary, stop_ids)):
         raise EngineError(f"request {request.id}: {problem}")

@@ -61,9 +61,7 @@ class Decoder:
             stretch: steps between two looks at the device.
             prefill_tokens: of prompts that are computed in one pass (a longer one goes alone); below 0: each alone.
 
-        Raises:
-            EngineError: the pool cannot hold a single sequence.
-        """
+        Raises EngineError: the pool cannot hold a single sequence."""
         needed = minimum_pages(max_sequence_tokens, page_tokens)
         if pages < needed:
             raise EngineError(

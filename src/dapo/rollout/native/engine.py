@@ -67,9 +67,7 @@ class NativeEngine:
             threads: for the tensor work of the engine's thread.
             decode: text of token ids, which requests with stop texts need.
 
-        Raises:
-            ModelError: the model and the cache of a single sequence do not fit into the device's memory.
-        """
+        Raises ModelError: the model and the cache of a single sequence do not fit into the device's memory."""
         options: dict[str, Any] = {"deterministic": deterministic, "exact": exact, "decode": decode}
         options |= {"max_sequence_tokens": max_sequence_tokens, "max_concurrent_samples": max_concurrent_samples}
         self._decoder: Decoder

@@ -57,8 +57,7 @@ def slot_decoder(
         exact: as in :class:`~dapo.rollout.native.rows.RowsRunner`.
         decode: token ids to text, for requests with stop texts; without it they are refused.
 
-    Raises ModelError: the machine cannot give the cache's memory.
-    """
+    Raises ModelError: the machine cannot give the cache's memory."""
     runner = SlotRunner(model, stop_token_ids, max_concurrent_samples, max_sequence_tokens, pinned=deterministic)
     runner.exact = exact
     return Decoder(
@@ -90,15 +89,10 @@ class SlotRunner(RowsRunner):
     """
 
     def __init__(self, model: Any, stop_ids: Sequence[int], slots: int, max_tokens: int, pinned: bool = False) -> None:
-        """
-        Args:
-            max_tokens: longest sequence, prompt and response.
-            pinned: every step computes all rows over the full length, so that the shapes of matrix products, and with
-                them the bits of a row, never depend on what else is in flight.
-
-        Raises:
-            ModelError: the machine cannot give so much memory.
-        """
+        """``max_tokens``: longest sequence, prompt and response. ``pinned``: every step computes all rows over the full
+        length, so that the shapes of matrix products, and with them the bits of a row, never depend on what else is in
+        flight.
+        Raises ModelError: the machine cannot give so much memory."""
         text_config = model.config.get_text_config()
         heads, dim = key_value_heads(text_config)
         self.layers = text_config.num_hidden_layers

@@ -127,11 +127,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """vLLM's arguments for a run, from those of :class:`~dapo.rollout.vllm.engine.VLLMEngine`. ``folder``: of the
     model's config, and of its weights if they are to be loaded; an adapter's base always is.
-
-    Raises:
-        ConfigError: vLLM is missing or too old, or ``rollout.engine_args`` names what is set here or is not known.
-        ModelError: vLLM does not cover the model.
-    """
+    Raises ConfigError: vLLM is missing or too old, or ``rollout.engine_args`` names what is set here or is not known;
+    ModelError: vLLM does not cover the model."""
     rollout, on_gpu = config.rollout, engine_device(config).type == "cuda"
     if not on_gpu and (sync := config.runtime.sync) in ("ipc", "nccl"):
         raise ConfigError(f"runtime.sync: {sync} is for GPUs, but the engine is on a CPU; use auto or files")

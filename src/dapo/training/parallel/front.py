@@ -53,21 +53,14 @@ class RankHandle(Protocol):
 
 class RankedLearner:
     """N ranks behind the door of a learner (``orchestrator/protocols.Learner``).
-
-    Attributes:
-        built: what was loaded, once :meth:`start` was called.
-    """
+    ``built``: what was loaded, once :meth:`start` was called."""
 
     built: Built
     _facts: Facts
 
     def __init__(self, ranks: Sequence[RankHandle], kl: AdaptiveKL, grace_s: float = GRACE_SECONDS) -> None:
-        """
-        Args:
-            ranks: of workers that nobody has called yet.
-            kl: the coefficient of a KL in the loss; others may change it.
-            grace_s: for the other ranks to come to an end by themselves, once one has failed.
-        """
+        """``ranks``: of workers that nobody has called yet. ``kl``: the coefficient of a KL in the loss; others may
+        change it. ``grace_s``: for the other ranks to come to an end by themselves, once one has failed."""
         self._ranks, self._kl, self._grace = ranks, kl, grace_s
         self._rate = (0, 0.0)
         self._news: dict[str, tuple[Any, ...]] = {}
@@ -120,11 +113,8 @@ class RankedLearner:
         """Make update ``index`` of a step, unless it was made already, and leave its report in ``into``.
 
         A caller that is cancelled waits for its end: an update is made and its report is there, both or neither.
-
-        Raises:
-            NumericalError: too many updates in a row were skipped; says why and what to try.
-            RankError: a rank failed; names it.
-        """
+        Raises NumericalError: too many updates in a row were skipped; says why and what to try; RankError: a rank
+        failed; names it."""
         if index > (made := len(into.reports)):
             raise ValueError(f"update {index} of a step of which {made} were made")
         if index == made:
@@ -167,11 +157,8 @@ class RankedLearner:
 
     async def call(self, method: str, *args: Any, **keywords: Any) -> Any:
         """What ``method`` of the workers gives on rank 0. It is made to its end, also if the caller is cancelled.
-
-        Raises:
-            UserError, FileExistsError: what every rank raised: they can go on.
-            RankError: a rank died or failed alone. The others were told and are ended.
-        """
+        Raises UserError, FileExistsError: what every rank raised: they can go on; RankError: a rank died or failed
+        alone. The others were told and are ended."""
         result, self._facts = (await _to_its_end(self._perform(method, *args, **keywords)))[0]
         return result
 

@@ -34,9 +34,7 @@ class Ranks:
     def together(self, work: Callable[[], T], alone: Collection[int] | None = None) -> T:
         """What ``work``, which exchanges nothing, gives here. Where it fails on one rank, it fails on all.
         ``alone``: the only ranks that do it; None: all.
-
-        Raises:
-            UserError: the same on all ranks, of the first one that failed. Its class and FileExistsError are kept.
+        Raises UserError: the same on all ranks, of the first one that failed. Its class and FileExistsError are kept.
         """
         return work()
 

@@ -62,10 +62,7 @@ class Built:
 
 class RankWorker:
     """A rank, from its start to its end.
-
-    Attributes:
-        learner: that of one process, whose trainer is one of several; it is there once :meth:`build` was called.
-    """
+    ``learner``: that of one process, whose trainer is one of several; it is there once :meth:`build` was called."""
 
     ranks: ProcessRanks
     learner: LocalLearner
@@ -102,15 +99,9 @@ class RankWorker:
         self, config: Config, sharded: bool = True, cpu_offload: bool = False, objective: Objective | None = None
     ) -> Built:
         """Load the model, and make the trainer.
-
-        Args:
-            sharded: FSDP2, or the whole model on each rank, as an adapter's has to be.
-            cpu_offload: of a sharded model, see :class:`~dapo.training.parallel.sharded.Sharded`.
-            objective: in place of the recipe's.
-
-        Raises:
-            UserError: it cannot be loaded, or not be trained this way.
-        """
+        ``sharded``: FSDP2, or the whole model on each rank, as an adapter's has to be. ``cpu_offload``: of a sharded
+        model, see :class:`~dapo.training.parallel.sharded.Sharded`. ``objective``: in place of the recipe's.
+        Raises UserError: it cannot be loaded, or not be trained this way."""
         self._closing.enter_context(determinism(config, self.device))
         training, temperature = config.training, config.rollout.temperature
         dtype = getattr(torch, config.model.compute_dtype)
@@ -167,11 +158,7 @@ class RankWorker:
 
     def perform(self, method: str, *args: Any, **keywords: Any) -> tuple[Any, Facts]:
         """``self.method(...)``, and the facts after it; of ranks other than the first, no result.
-
-        Raises:
-            UserError: as every rank raises it.
-            PeerLostError: another rank is gone.
-        """
+        Raises UserError: as every rank raises it; PeerLostError: another rank is gone."""
         try:
             result = getattr(self, method)(*args, **keywords)
         except Exception as error:
