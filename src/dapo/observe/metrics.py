@@ -218,7 +218,7 @@ def describe(name: str) -> Metric | None:
     return METRICS.get(name) or next((metric for metric in METRICS.values() if metric.matches(name)), None)
 
 
-class MetricsLog:
+class MetricsLog(contextlib.AbstractContextManager["MetricsLog", None]):
     """metrics.jsonl: one JSON object per rollout step, ``step`` first.
 
     A value that is not finite is written as null, and its text under ``non_finite``, so that the file stays JSON and
@@ -259,9 +259,6 @@ class MetricsLog:
         with contextlib.suppress(OSError):
             self._file.close()
         close_all(self._trackers)
-
-    def __enter__(self) -> MetricsLog:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -122,14 +122,11 @@ class Looker:
         """The lines of the roles; those of ``reward`` and ``other`` only while there are such children."""
         now = time.time()
         own = self._counters([self._own]) | self._network()
-        lines = [self._line(now, "engine+trainer", own, self._seen_cards())]
+        lines = [self._line(now, "engine+trainer", own, self._cards)]
         with contextlib.suppress(self._psutil.Error):
             for role, processes in self._children().items():
                 lines.append(self._line(now, role, self._counters(processes), []))
         return lines
-
-    def _seen_cards(self) -> list[dict[str, Any]]:
-        return [_card(handle) for handle in self._cards]
 
     def _children(self) -> dict[str, list[Any]]:
         workers: set[int] = set()
@@ -141,7 +138,7 @@ class Looker:
                 found.setdefault("reward" if process.pid in workers else "other", []).append(process)
         return found
 
-    def _line(self, now: float, role: str, counters: dict[str, float], gpu: list[dict[str, Any]]) -> Look:
+    def _line(self, now: float, role: str, counters: dict[str, float], cards: Sequence[Any]) -> Look:
         clock = time.monotonic()
         then, before = self._before.get(role, (clock, {}))
         self._before[role] = clock, counters
@@ -149,7 +146,7 @@ class Looker:
         for name in rates.keys() & counters.keys() & before.keys() if clock > then else ():
             rates[name] = round(max(0.0, counters[name] - before[name]) / (clock - then), 3)  # below 0: a child ended
         line: Look = {"time": round(now, 3), "host": self._host, "role": role, "cpu": rates.pop("cpu_s")}
-        return line | {"rss": int(counters["rss"]) if "rss" in counters else None, "gpu": gpu} | rates
+        return line | {"rss": int(counters["rss"]) if "rss" in counters else None, "gpu": [*map(_card, cards)]} | rates
 
     def _counters(self, processes: Sequence[Any]) -> dict[str, float]:
         found = {"cpu_s": 0.0, "rss": 0.0}

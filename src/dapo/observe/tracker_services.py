@@ -53,7 +53,17 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class WandbTracker:
+class _TrackerOfARun:
+    _run: Any
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(numbers_of(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbTracker(_TrackerOfARun):
     """Weights & Biases: into the run's folder ``wandb``, offline unless WANDB_MODE says otherwise; `wandb sync
     RUN/wandb/offline-*` sends it."""
 
@@ -63,7 +73,7 @@ class WandbTracker:
         # neither the terminal's text nor the machine is recorded: the one is not metrics, the other is resources.jsonl
         mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb refuses what it does not know
         quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, save_code=False)
-        self._run: Any = wandb.init(
+        self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=key,
             name=os.environ.get("WANDB_NAME", key),
@@ -75,14 +85,8 @@ class WandbTracker:
             allow_val_change=True,
         )
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(numbers_of(metrics), step=step)
-
     def summarise(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update({f"summary/{name}": value for name, value in flat(summary)})
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MlflowTracker:
@@ -123,7 +127,7 @@ class MlflowTracker:
         self._client.set_terminated(self._id)
 
 
-class TrackioTracker:
+class TrackioTracker(_TrackerOfARun):
     """trackio: into its local store, see TRACKIO_DIR, and nothing into the run folder; `trackio show` shows it."""
 
     def __init__(self, folder: Path, key: str, recipe: Mapping[str, Any]) -> None:
@@ -134,7 +138,7 @@ class TrackioTracker:
         for module in (trackio, trackio.run, trackio.utils):  # there is no setting for it, and --quiet means quiet
             module.print = lambda *text, **options: None
         self._markdown = trackio.Markdown
-        self._run: Any = trackio.init(
+        self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=key,
             resume="allow",
@@ -144,15 +148,9 @@ class TrackioTracker:
             auto_log_gpu=False,
         )
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(numbers_of(metrics), step=step)
-
     def summarise(self, summary: Mapping[str, Any]) -> None:
         lines = "\n".join(f"- {name}: {value}" for name, value in flat(summary))
         self._run.log({"summary": self._markdown(lines)}, step=int(summary.get("steps", 0)))
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {

@@ -144,7 +144,7 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
         try:
             result = bound.function(**arguments)
             if inspect.isawaitable(result):
-                result = loop.run_until_complete(_await(result))
+                result = loop.run_until_complete(asyncio.ensure_future(result, loop=loop))
         except BaseException as error:  # whatever it raises, this worker goes on
             return {"raised": bound.raised(error)}
         return {"rewards": [reward_to_json(reward) for reward in bound.rewards(result, len(items))]}
@@ -162,7 +162,3 @@ async def _await_all(bound: BoundFunction, items: Sequence[Mapping[str, Any]]) -
         return to_reward(result, bound.name)
 
     return list(await asyncio.gather(*(one(item) for item in items)))
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable

@@ -45,8 +45,7 @@ class Channel(Generic[T]):
 
     async def get(self) -> T:
         while not self._items:
-            if self._end is not None:
-                raise self._end
+            self.check()
             self._changed.clear()
             await self._changed.wait()
         return self._items.popleft()

@@ -39,7 +39,7 @@ class NodeLooker(Looker):
             with contextlib.suppress(self._psutil.Error):  # it may have ended
                 processes = [*self._tree(self._psutil.Process(pid), roles)]
                 found.setdefault(role, []).extend(processes)
-        node = self._line(now, "node", self._network(), self._seen_cards())
+        node = self._line(now, "node", self._network(), self._cards)
         node["memory_used"] = self._psutil.virtual_memory().percent / 100
         return [node, *(self._line(now, role, self._counters(processes), []) for role, processes in found.items())]
 
