@@ -151,7 +151,7 @@ def test_a_fault_of_the_servers_is_told_logged_and_frees_what_was_held(
             answer = server.complete(**more)
             assert answer.status_code == 500 and "ZeroDivisionError: of its own" in answer.json()["error"]["message"]
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
-    assert server.model.waiting == 0 and server.complete(max_tokens=2).status_code == 200
+    assert server.model.room.waiting == 0 and server.complete(max_tokens=2).status_code == 200
     assert server.post("/v1/completions/", prompt="1").status_code == 404
     assert httpx.get(f"{server.url}/v1/completions", trust_env=False).status_code == 405
 
@@ -211,7 +211,7 @@ def goes_away(server: Served) -> None:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(sent)
             end = time.monotonic() + 10
-            while not server.model.waiting:
+            while not server.model.room.waiting:
                 assert time.monotonic() < end
                 time.sleep(0.001)
             if stream == b"true":
@@ -248,7 +248,7 @@ def test_a_request_that_takes_too_long_is_given_up(folder: Path) -> None:
         assert got.status_code == 504 and "--timeout-s" in got.json()["error"]["message"]
         server.model.doors["tiny"].release()
         assert server.complete(max_tokens=2).status_code == 200
-        assert server.model.waiting == 0
+        assert server.model.room.waiting == 0
 
 
 def test_requests_wait_or_begin_again_while_weights_change(server: Served) -> None:
@@ -292,10 +292,10 @@ def test_what_is_refused_anyway_is_refused_before_its_texts_are_read(
     monkeypatch.setattr(type(server.model.prompting.template), "encode_text", read)
     assert server.complete(model="gpt-4").status_code == 404
     assert server.complete(n=1025).status_code == server.complete(["1"] * 1025).status_code == 400
-    monkeypatch.setattr(server.model, "waiting", server.model.limits.max_waiting)
+    monkeypatch.setattr(server.model.room, "waiting", server.model.limits.max_waiting)
     assert server.complete().status_code == 429
     chat = [{"role": "user", "content": "x" * 500}, {"role": "user", "content": "x" * 301}]
-    monkeypatch.setattr(server.model, "waiting", 0)
+    monkeypatch.setattr(server.model.room, "waiting", 0)
     said = server.post("/v1/chat/completions", messages=chat).json()["error"]
     assert said["param"] == "messages" and "801 characters" in said["message"]
-    assert server.model.waiting == 0
+    assert server.model.room.waiting == 0

@@ -76,7 +76,7 @@ def test_who_goes_away_leaves_nothing_in_the_engine(apart: Served) -> None:
     started = time.monotonic()
     assert apart.complete(max_tokens=1).status_code == 200
     end = time.monotonic() + 20
-    while apart.model.waiting or engine_of(apart)._process._hearing:
+    while apart.model.room.waiting or engine_of(apart)._process._hearing:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert time.monotonic() - started < 20
@@ -94,7 +94,7 @@ def test_a_process_that_is_killed_is_an_error_for_all_who_wait_and_all_who_come(
         chunks = iter(stream)
         next(chunks)
         whole = pool.submit(lambda: server.complete(n=200, max_tokens=60))
-        while server.model.waiting < 400:
+        while server.model.room.waiting < 400:
             time.sleep(0.01)
         engine_of(server)._process._process.kill()
         with pytest.raises(openai.APIError, match="process ended with exit code -9"):
@@ -102,7 +102,7 @@ def test_a_process_that_is_killed_is_an_error_for_all_who_wait_and_all_who_come(
         late = server.complete()
         assert whole.result(20).status_code == late.status_code == 503
         assert "exit code -9" in whole.result().text and "restart the server" in late.text
-        assert server.model.waiting == 0
+        assert server.model.room.waiting == 0
 
 
 def test_the_command_ends_with_its_engine_and_tells_who_waits_for_an_update(folder: Path) -> None:

@@ -73,7 +73,7 @@ class Service(Progress):
         self.first = Histogram("dapo_policy_first_seconds", "To the first part", buckets=_BUCKETS, registry=registry)
         self.seconds = Histogram("dapo_policy_seconds", "Of a whole request", buckets=_BUCKETS, registry=registry)
         waiting = Gauge("dapo_policy_waiting", "Samples that wait or are written", registry=registry)
-        waiting.set_function(lambda: self.loaded.waiting if self.loaded else 0)
+        waiting.set_function(lambda: self.loaded.room.waiting if self.loaded else 0)
         version = Gauge("dapo_policy_version", "Policy version of the weights in use", registry=registry)
         version.set_function(lambda: self.loaded.doors[self.loaded.name].version if self.loaded else 0)
 

@@ -31,6 +31,7 @@ from dapo.observe.progress import Listener
 from dapo.rollout.engine import EngineError, Request
 from dapo.rollout.process import EngineProcess, ProcessEngine
 from dapo.serve.door import Door, Refused, Restarted
+from dapo.util.gate import Room
 
 if TYPE_CHECKING:
     from dapo.inference.model import LocalEngine
@@ -78,9 +79,12 @@ class ServedModel:
     stop_ids: tuple[int, ...]
     longest_token: int
     limits: Limits = field(default_factory=Limits)
-    waiting: int = 0
-    """Samples that wait or are written."""
+    room: Room = field(init=False)
+    """For samples that wait or are written."""
     _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.room = Room(self.limits.max_waiting, "samples")
 
     @property
     def refusal(self) -> str | None:
@@ -113,7 +117,7 @@ class ServedModel:
                     engine = await door.enter(requests)
                 hidden, template = requests[0].sampling.stop if job.hidden else (), self.prompting.template
                 how: dict[str, Any] = {"drafts": job.drafts, "pieces": job.pieces, "hidden": hidden, "done": done}
-                parts = written(engine, template, requests, **how, period=lambda: _PART_S * self.waiting)
+                parts = written(engine, template, requests, **how, period=lambda: _PART_S * self.room.waiting)
                 async with aclosing(parts):
                     while left:
                         async with asyncio.timeout_at(end):  # of each step: another task may take the next one
@@ -133,20 +137,14 @@ class ServedModel:
 
     @contextmanager
     def reserved(self, model: str, samples: int) -> Iterator[Door]:
-        """Have ``samples`` count as waiting. Raises Refused: they cannot be served, or not now."""
-        door, most = self.door(model), self.limits.max_waiting
+        """Have ``samples`` count as waiting. Raises Refused: they cannot be served; HTTPException: not now."""
+        door, most = self.door(model), self.room.most
         if door.refusal is not None:
             raise Refused(503, door.refusal)
         if samples > most:
             raise Refused(400, f"{samples} samples in one request; this server takes {most} (--max-waiting)", "n")
-        if self.waiting + samples > most:
-            text = f"{self.waiting} samples wait; with {samples} more it would be more than {most} (--max-waiting)"
-            raise Refused(429, text)
-        self.waiting += samples
-        try:
+        with self.room.taken(samples):
             yield door
-        finally:
-            self.waiting -= samples
 
     def door(self, model: str) -> Door:
         """Raises Refused: there is no model of this name."""
