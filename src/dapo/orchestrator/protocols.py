@@ -84,7 +84,7 @@ class Learner(Trained, Protocol):
         """Make update ``index`` of a step and append its report to ``into.reports``, unless it is there already.
 
         An update whose caller is cancelled is made to its end, and its report is recorded with it.
-        """
+        Raises NumericalError: too many updates in a row were skipped; says why and what to try."""
 
     def use(self, config: Config) -> None:
         """Go on with other settings."""

@@ -147,7 +147,6 @@ class StageRun(KeptRun):
         """Nothing is to be started."""
 
     def load(self, run: Callable[[Any], Any]) -> None:
-        """Load the model. Raises UserError: it cannot be loaded or trained."""
         self.listener.phase("loading the model")
         setup, config = self.setup, self.config
         model = self.stage.load(setup.overrides.model or config.model.path, setup.device)

@@ -76,36 +76,26 @@ class BaseLearner(ABC):
 
     @property
     def facts(self) -> Facts:
-        """As they are now."""
         trainer = self.trainer
         return Facts(trainer.version, trainer.updates, trainer.skipped_updates, trainer.learning_rate)
 
     @property
     def version(self) -> int:
-        """Of the weights last handed out."""
         return self.trainer.version
 
     @property
     def expected_bytes(self) -> int:
-        """See :func:`dapo.training.snapshot.expected_bytes`."""
         return sum(map(expected_bytes, self._trainers.values()))
 
     def keep_faults(self, folder: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        """Keep updates that are not finite in ``folder``, with texts that ``decode`` makes of token ids."""
         for name, trainer in self._trainers.items():
             trainer.faults = FaultFolder(folder / name, decode)
 
     def begin_step(self, step: int, spent: float) -> None:
-        """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
         for trainer in self._trainers.values():
             trainer.begin_step(step, spent)
 
     async def update(self, step: int, index: int, mini: TokenBatch, into: UpdatesOfAStep) -> None:
-        """Make update ``index`` of a step, unless it was made already, and leave its report in ``into``.
-
-        ``into`` is of ``step``, so that its reports tell which updates were made.
-        A caller that is cancelled waits for its end: an update is made and its report is there, both or neither.
-        Raises NumericalError: too many updates in a row were skipped; says why and what to try."""
         await self._compute(self._update, index, mini, into)
 
     def publish(self) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
@@ -113,7 +103,6 @@ class BaseLearner(ABC):
         return self.trainer.publish()
 
     async def snapshot(self) -> LearnerSnapshot:
-        """A copy of weights, optimizer and counters. Raises NumericalError or UserError: they are of no use."""
         frozen = {name: await self._compute(snapshot, trainer) for name, trainer in self._trainers.items()}
 
         def write(folder: Path, stop_ids: Sequence[int]) -> None:
@@ -123,16 +112,13 @@ class BaseLearner(ABC):
         return LearnerSnapshot(sum(map(snapshot_bytes, frozen.values())), write)
 
     async def load(self, folder: Path) -> None:
-        """Go on from a snapshot. Raises UserError: missing or damaged, or of another model."""
         for name, trainer in self._trainers.items():
             await self._compute(load_snapshot, trainer, folder / name)
 
     async def export(self, folder: Path, **how: Any) -> None:
-        """Write the weights for other programs, see :meth:`dapo.training.trainer.Trainer.save`."""
         await in_thread(partial(self.trainer.save, folder, **how))
 
     async def share_rounded_back(self, before: Path, dtype: torch.dtype) -> float:
-        """See :func:`dapo.training.snapshot.share_rounded_back`."""
         return await in_thread(share_rounded_back, self.trainer, before, dtype)
 
     async def close(self) -> None:

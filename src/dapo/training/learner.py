@@ -80,7 +80,6 @@ class LocalLearner(BaseLearner):
     # --- the door, beside what all learners have ---------------------------------------------------------------------
 
     def use(self, config: Config) -> None:
-        """Go on with other settings."""
         if config.algorithm.objective != self._config.algorithm.objective:
             self._own = own_objective(config, self._given)
         self._config = config
@@ -110,7 +109,6 @@ class LocalLearner(BaseLearner):
             self._critic.load(folder / "critic")
 
     async def annotate(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with the log-probabilities that the recipe asks for, see :meth:`annotated`."""
         return await self._compute(self.annotated, batch)
 
     # --- in its thread --------------------------------------------------------------------------------------------
@@ -166,7 +164,6 @@ class LocalLearner(BaseLearner):
         return Watched(_Measured(self.objective, estimator), self._out_of_time)
 
     def inputs(self, mini: TokenBatch) -> TokenInputs:
-        """What the objective gets to know of an optimizer mini-batch, which is the next one to be trained on."""
         algorithm, longest = self._config.algorithm, self._config.rollout.max_response_length
         device = self.trainer.device
         found = objective_inputs(mini, algorithm, longest, device)

@@ -83,16 +83,13 @@ class RankedLearner:
 
     @property
     def version(self) -> int:
-        """Of the weights last handed out."""
         return self._facts.version
 
     @property
     def expected_bytes(self) -> int:
-        """Of a checkpoint."""
         return self.built.checkpoint_bytes
 
     def begin_step(self, step: int, spent: float) -> None:
-        """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
         self._rate = (step, spent)
 
     def use(self, config: Config) -> None:
@@ -106,15 +103,10 @@ class RankedLearner:
         self._news["keep_faults"] = (folder, decode)
 
     async def annotate(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with the log-probabilities that the recipe asks for."""
         return batch.with_columns(**(await self.call("annotate", batch)))
 
     async def update(self, step: int, index: int, mini: TokenBatch, into: UpdatesOfAStep) -> None:
-        """Make update ``index`` of a step, unless it was made already, and leave its report in ``into``.
-
-        A caller that is cancelled waits for its end: an update is made and its report is there, both or neither.
-        Raises NumericalError: too many updates in a row were skipped; says why and what to try; RankError: a rank
-        failed; names it."""
+        """Raises as of any learner, and RankError: a rank failed; names it."""
         if index > (made := len(into.reports)):
             raise ValueError(f"update {index} of a step of which {made} were made")
         if index == made:
@@ -144,11 +136,9 @@ class RankedLearner:
         await self.call("load", folder)
 
     async def export(self, folder: Path, **how: Any) -> None:
-        """Write the weights for other programs, see :meth:`dapo.training.trainer.Trainer.save`."""
         await self.call("export", folder, **how)
 
     async def share_rounded_back(self, before: Path, dtype: torch.dtype) -> float:
-        """See :func:`dapo.training.snapshot.share_rounded_back`."""
         return float(await self.call("share_rounded_back", before, dtype))
 
     async def close(self) -> None:

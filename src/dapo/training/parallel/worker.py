@@ -148,7 +148,6 @@ class RankWorker:
         return isinstance(self.learner.trainer.policy.held, Sharded)
 
     def use(self, config: Config) -> None:
-        """Go on with other settings."""
         self.learner.use(config)
 
     def keep_faults(self, folder: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
@@ -169,7 +168,6 @@ class RankWorker:
         return (result if self.ranks.rank == 0 else None), self.learner.facts
 
     def annotate(self, batch: TokenBatch) -> dict[str, FloatArray]:
-        """The columns that the recipe asks for."""
         return dict(self.learner.annotated(batch).columns)
 
     def update(
@@ -201,11 +199,9 @@ class RankWorker:
         return self.learner.publish()
 
     def export(self, folder: Path, **how: Any) -> None:
-        """As :meth:`dapo.training.trainer.Trainer.save`: the weights, for other programs too."""
         self.learner.trainer.save(folder, **how)
 
     def share_rounded_back(self, before: Path, dtype: torch.dtype) -> float:
-        """See :func:`dapo.training.snapshot.share_rounded_back`."""
         return share_rounded_back(self.learner.trainer, before, dtype)
 
     def snapshot(self) -> int:
