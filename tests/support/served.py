@@ -75,7 +75,7 @@ class Served:
     def wait_idle(self) -> None:
         """Until nothing waits and no engine has a sample in flight."""
         end = time.monotonic() + 20
-        while self.model.waiting or self.busy:
+        while self.model.room.waiting or self.busy:
             assert time.monotonic() < end, "the engine is still at work"
             time.sleep(0.02)
 
