@@ -4,10 +4,9 @@ what it may write is the index of samples, if that is behind and several steps a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -27,19 +26,7 @@ _METRICS = typer.Option(metavar="NAME,...", help="Show these metrics of every st
 _STATUS = _sample_option(metavar="STATUS,...", help="Kept, or why not: kept, all_wrong, ...")
 
 
-class _Correct(StrEnum):
-    true = "true"
-    false = "false"
-
-
-class _Sort(StrEnum):
-    length = "length"
-    reward = "reward"
-    advantage = "advantage"
-    entropy = "entropy"
-    gap_max = "gap"
-
-
+_Sort = Literal["length", "reward", "advantage", "entropy", "gap"]
 _WIDE = 200  # cells in a line of a table where there is no terminal
 
 
@@ -51,7 +38,7 @@ def inspect(
     ] = None,
     samples: Annotated[bool, typer.Option("--samples", help="Show samples; by default of the last step.")] = False,
     status: Annotated[str | None, _STATUS] = None,
-    correct: Annotated[_Correct | None, _sample_option(help="Right or wrong ones.")] = None,
+    correct: Annotated[Literal["true", "false"] | None, _sample_option(help="Right or wrong ones.")] = None,
     longer_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
     truncated: Annotated[bool, _sample_option("--truncated", help="Cut at the limit.")] = False,
     row: Annotated[int | None, _sample_option("--row", "--prompt", help="Of this row of the data.")] = None,
@@ -72,7 +59,7 @@ def inspect(
     from dapo.observe.run_view import RunView, is_run, runs_in
     from dapo.observe.samples import SampleFilter
 
-    right = None if correct is None else correct is _Correct.true
+    right = None if correct is None else correct == "true"
     wanted = SampleFilter(statuses(status), right, longer_than, truncated, row, draw, index, contains)
     asks_for_samples = samples or wanted != SampleFilter() or sort or full or table
     if asks_for_samples and metrics is not None:
@@ -82,7 +69,7 @@ def inspect(
         _runs(found, as_json)
     elif asks_for_samples:
         shown_as = "json" if as_json else "table" if table else "full" if full else "cut"
-        _samples(RunView.read(run), span, wanted, sort and sort.name, limit, shown_as)
+        _samples(RunView.read(run), span, wanted, "gap_max" if sort == "gap" else sort, limit, shown_as)
     elif metrics is not None:
         _metrics(RunView.read(run), metrics, span, as_json)
     else:
