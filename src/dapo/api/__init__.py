@@ -16,7 +16,7 @@ from dapo.config import Config, build_config, flat, nested
 from dapo.config.one_value import require_one_value
 from dapo.errors import ModelError
 from dapo.inference.found_model import find_model
-from dapo.inference.model import require_loaded, with_template
+from dapo.inference.model import loaded_model, with_template
 from dapo.observe.metrics import read_metrics
 from dapo.observe.progress import Listener, make_listener
 from dapo.observe.run_folder import RunFolder
@@ -119,10 +119,8 @@ def train(
     its ``stopped`` says so; in a script :class:`Interrupted` is raised with it.
     Raises UserError: a setting, row, model or reward is wrong; the message says which and what would work."""
     tree: dict[str, Any] = dict(flat(settings or {}))
-    by_name = isinstance(model, str | Path)
-    if not by_name:
-        require_loaded(model, tokenizer, tree)
-    given: dict[str, Any] = {"model.path": ("model", str(model) if by_name else type(model).__name__)}
+    loaded = loaded_model(model, tokenizer, tree)
+    given: dict[str, Any] = {"model.path": ("model", str(model) if loaded is None else type(model).__name__)}
     if engine is not None:  # whose numbers are not quite the trainer's
         tree.setdefault("algorithm.proximal", "recompute")
     with closing(listener or make_listener()) as listener:
@@ -135,7 +133,7 @@ def train(
         from dapo.orchestrator.inputs import RunOverrides
 
         reward = named(reward) if isinstance(reward, str) else reward
-        parts = (None if by_name else model, tokenizer, rows, held, reward, objective, advantage, source, engine)
+        parts = (loaded, tokenizer, rows, held, reward, objective, advantage, source, engine)
         return _run(config, listener, RunOverrides(*parts, trackers=trackers, metrics=metrics, resume=folder))
 
 

@@ -15,7 +15,7 @@ from dapo.config import Config, flat, nested
 from dapo.config.plan import require_files
 from dapo.errors import ConfigError, DataError
 from dapo.inference.found_model import FoundModel
-from dapo.inference.model import ONE_EACH, function_of, require_loaded, settings_for
+from dapo.inference.model import ONE_EACH, function_of, loaded_model, settings_for
 from dapo.observe.progress import Listener, make_listener
 from dapo.reward.registry import named
 
@@ -82,7 +82,7 @@ def evaluate(
             raise DataError(f"data: {len(files)} files; evaluate one at a time, each has a result of its own")
         given: dict[str, Any] = {"data": files or [_ROWS], "samples": samples, "temperature": temperature}
         given |= {"max_tokens": max_tokens, "server": server}
-        found, config = _settings(model, tokenizer, {"evaluation": {"rows": None}}, settings, **given)
+        loaded, found, config = _settings(model, tokenizer, {"evaluation": {"rows": None}}, settings, **given)
         named_reward = reward is not None or any(key.startswith("reward") for key, _ in flat(settings or {}))
         if not named_reward and (why := function_of(found)):
             raise ConfigError(f"reward: {why}; give it, evaluate(..., reward=...), or another one, such as reward.kind")
@@ -93,7 +93,7 @@ def evaluate(
         from dapo.orchestrator.inputs import RunOverrides
 
         scorer = named(reward) if isinstance(reward, str) else reward
-        inputs = RunOverrides(_loaded(model), tokenizer, heldout=rows, reward=scorer, metrics=metrics)
+        inputs = RunOverrides(loaded, tokenizer, heldout=rows, reward=scorer, metrics=metrics)
         write = partial(report, about={"server": server}, command=sys.argv)
         results, told = evaluate_files(config, listener, write, inputs=inputs)
     measured = results[0].evaluation
@@ -121,28 +121,23 @@ def generate(
     ``finish_reason`` (``stop``, or ``length`` where it was cut) and ``logprob``.
     Raises UserError: a setting, prompt or model is wrong; the message says which and what would work."""
     given = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
-    _, config = _settings(model, tokenizer, ONE_EACH, settings, **given)
+    loaded, _, config = _settings(model, tokenizer, ONE_EACH, settings, **given)
     texts = _texts(prompts, config)
 
     from dapo.inference.generate import generate_responses
 
     responses: list[Response] = []
     with closing(listener or make_listener(quiet=True)) as listener:
-        generate_responses(config, texts, listener, responses.append, model=_loaded(model), tokenizer=tokenizer)
+        generate_responses(config, texts, listener, responses.append, model=loaded, tokenizer=tokenizer)
     return responses
 
 
 def _settings(
     model: Any, tokenizer: Any, layer: Mapping[str, Any], settings: Mapping[str, Any] | None, **given: Any
-) -> tuple[FoundModel, Config]:
+) -> tuple[Any, FoundModel, Config]:
     changes = dict(flat(settings or {}))
-    if _loaded(model) is not None:
-        require_loaded(model, tokenizer, changes)
-    return settings_for(model, given, layer, settings=nested(changes))
-
-
-def _loaded(model: Any) -> Any:
-    return None if isinstance(model, str | Path) else model
+    loaded = loaded_model(model, tokenizer, changes)
+    return loaded, *settings_for(model, given, layer, settings=nested(changes))
 
 
 def _texts(prompts: Any, config: Config) -> list[str | Messages]:

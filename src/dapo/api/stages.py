@@ -11,7 +11,7 @@ from dapo.api import Result, free_folder, result_of
 from dapo.api.rows import Data, files_or_rows
 from dapo.config import flat, nested
 from dapo.config.stages import build_stage
-from dapo.inference.model import require_loaded
+from dapo.inference.model import loaded_model
 from dapo.observe.progress import Listener, make_listener
 from dapo.observe.run_folder import RunFolder
 
@@ -62,10 +62,8 @@ def stage(
     from dapo.stages.run import as_begun, run_stage
 
     tree = dict(flat(settings or {}))
-    by_name = isinstance(model, str | Path)
-    if not by_name:
-        require_loaded(model, tokenizer, tree)
-    tree["model.path"] = str(model) if by_name else type(model).__name__
+    loaded = loaded_model(model, tokenizer, tree)
+    tree["model.path"] = str(model) if loaded is None else type(model).__name__
     tree = {**SIZES, "run.dir": str(resume or free_folder()), **tree}
     key = "reward_model.template" if kind == "reward_model" else "data.template"
     if key not in tree:  # the tokenizer's chat template where it has one
@@ -80,7 +78,7 @@ def stage(
         config = build_stage(kind, nested(tree))
         folder = RunFolder(Path(resume)) if resume is not None else None
         config = as_begun(folder, config) if folder is not None else config
-        inputs = RunOverrides(None if by_name else model, tokenizer, given, held, resume=folder)
+        inputs = RunOverrides(loaded, tokenizer, given, held, resume=folder)
         summary = run_stage(config, listener, inputs)
         listener.finished(summary)
         return result_of(summary)

@@ -116,8 +116,11 @@ def settings_for(
     return found, inference_config(found, *layers, recipe=recipe, overrides=overrides, where=where)
 
 
-def require_loaded(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> None:
-    """Raises ModelError: a loaded model is none, has no weights, or comes without its tokenizer."""
+def loaded_model(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Any:
+    """``model`` if it is loaded, None if it is a name.
+    Raises ModelError: it is neither, has no weights, or comes without its tokenizer."""
+    if isinstance(model, str | Path):
+        return None
     if not hasattr(model, "config") or not hasattr(model, "parameters"):
         raise ModelError(f"model: expected a folder, a name or a loaded PreTrainedModel, got {type(model).__name__}")
     if any(weights.is_meta for weights in model.parameters()):
@@ -129,6 +132,7 @@ def require_loaded(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> N
         )
     if tokenizer is None and "model.tokenizer" not in settings:
         raise ModelError("tokenizer: a loaded model needs its own: give tokenizer=... or the setting model.tokenizer")
+    return model
 
 
 def function_of(model: FoundModel) -> str | None:
