@@ -62,9 +62,7 @@ def test_a_later_layer_counts_more_and_another_kind_starts_anew() -> None:
 
 def test_a_message_names_the_option() -> None:
     with pytest.raises(ConfigError, match=r"^--rows: evaluation\.rows: .* got 0"):
-        layered_config(
-            [{"model": {"path": "m"}, "evaluation": {"rows": 0}}], source="x", where={"evaluation.rows": "--rows"}
-        )
+        layered_config([{"model": {"path": "m"}, "evaluation": {"rows": 0}}], where={"evaluation.rows": "--rows"})
 
 
 def test_what_concerns_training_alone_does_not_stand_in_the_way(tmp_path: Path) -> None:

@@ -55,22 +55,23 @@ def test_nothing_reached_is_refused_in_words() -> None:
 
 def test_equal_scores_are_kept_or_dropped_together() -> None:
     data = Labelled(np.repeat([2.0, 1.0, 0.0], 30), np.repeat([True, True, False], 30), np.arange(90))
-    found = calibrate(data, "precision", 0.95, check=data)
-    assert 0 < found.threshold < 1
-    assert (found.check.kept, found.check.precision.value, found.check.recall.value) == (60, 1.0, 1.0)
-    assert found.check.precision.low == pytest.approx(0.9398, abs=1e-4)  # Wilson's, of 60 of 60
+    threshold = calibrate(data, "precision", 0.95).threshold
+    assert 0 < threshold < 1
+    found = measure(data, threshold)
+    assert (found.kept, found.precision.value, found.recall.value) == (60, 1.0, 1.0)
+    assert found.precision.low == pytest.approx(0.9398, abs=1e-4)  # Wilson's, of 60 of 60
     assert np.isnan(measure(data, 9.0).precision.value)
 
 
 def test_each_writer_has_its_own_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def rows(model: str, shift: float) -> tuple[list[Candidates], list[list[Scored]]]:
         data = planted(len(model))
-        found = [Candidates("p", ("a", "b"), (1.0, 0.0), model=model) for _ in range(600)]
+        found = [Candidates(f"p{k}", ("a", "b"), (1.0, 0.0), model=model) for k in range(600)]
         return found, [[Scored(j, "ab"[j], float(data.scores[2 * k + j]) + shift) for j in (0, 1)] for k in range(600)]
 
     given = [rows("m1", 0.0), rows("other", 10.0)]
     every, scored = ([*a, *b] for a, b in zip(*given, strict=True))
-    found = {name: calibrate(one, "precision", 0.95, check=one) for name, one in labelled_of(every, scored).items()}
+    found = {name: calibrate(one, "precision", 0.95) for name, one in labelled_of(every, scored).items()}
     assert 8 < found["other"].threshold - found["m1"].threshold < 12
     file = tmp_path / "thresholds.json"
     write_calibrations(file, "rm", {"m1": found["m1"]})

@@ -90,10 +90,7 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, list[str]]:
 
 
 def layered_config(
-    layers: Iterable[Mapping[str, Any]],
-    overrides: Sequence[str] = (),
-    source: str = "settings",
-    where: Mapping[str, str] | None = None,
+    layers: Iterable[Mapping[str, Any]], overrides: Sequence[str] = (), where: Mapping[str, str] | None = None
 ) -> Config:
     """The tree that ``layers`` (nested mappings, the last one counts most) and then ``overrides`` make. ``where``: for
     dotted keys, the place to name in messages, such as an option of the command line.
@@ -104,7 +101,7 @@ def layered_config(
     tree: dict[str, Any] = {}
     for layer in (*layers, last):
         tree = merged(tree, layer)
-    return build_config(tree, source, places)
+    return build_config(tree, "settings", places)
 
 
 def merged(tree: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def inference_config(
     if next(filter(None, reversed(asked)), rollout.get("engine")) != "vllm":  # no other samples here as it did there
         rollout = {key: value for key, value in rollout.items() if key not in OF_VLLM}
     trees = [_OPEN, from_recipe | {"rollout": rollout}, *layers, {"model": {"path": model.path}}]
-    config = layered_config(trees, overrides, "settings", where)
+    config = layered_config(trees, overrides, where)
     if ignored := without_effect(*layers, last):
         raise ConfigError("\n".join(ignored))
     require_secrets(config.model_dump(mode="json", include=FROM_RECIPE), trained, "as section.key=value")

@@ -88,16 +88,12 @@ def labelled_of(rows: Sequence[Candidates], scored: Sequence[Sequence[Scored]]) 
     return {name: Labelled(*map(np.array, zip(*each, strict=True))) for name, each in found.items()}
 
 
-def calibrate(data: Labelled, goal: Goal, wanted: float, check: Labelled | None = None, seed: int = 0) -> Calibration:
-    """The threshold that keeps most at the wanted precision, or is most precise at the wanted recall.
-
-    ``check``: rows to measure it on; None: half of the prompts of ``data``, which it is then not chosen on.
-    Raises DataError: no threshold reaches that, or there are too few labels; says what was reached.
-    """
-    chosen_on = data
-    if check is None:
-        groups = np.random.default_rng(seed).permutation(np.unique(data.groups))
-        chosen_on, check = data.of(groups[::2]), data.of(groups[1::2])
+def calibrate(data: Labelled, goal: Goal, wanted: float, seed: int = 0) -> Calibration:
+    """The threshold that keeps most at the wanted precision, or is most precise at the wanted recall: chosen on half of
+    the prompts, and measured on the others.
+    Raises DataError: no threshold reaches that, or there are too few labels; says what was reached."""
+    groups = np.random.default_rng(seed).permutation(np.unique(data.groups))
+    chosen_on, check = data.of(groups[::2]), data.of(groups[1::2])
     threshold = _threshold(chosen_on, goal, wanted)
     return Calibration(threshold, goal, wanted, measure(chosen_on, threshold, seed), measure(check, threshold, seed))
 
