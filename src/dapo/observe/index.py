@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from dapo.errors import UserError, install
 from dapo.observe.sample_rows import COLUMNS, rows_of
 from dapo.observe.samples import samples_path, steps_with_samples
@@ -75,10 +77,7 @@ def read_segments(folder: Path) -> list[Segment]:
         found = read_json(folder / "manifest.json")
         if found["format"] != _FORMAT:
             return []
-        segments = [
-            Segment(**one | {"steps": {int(s): t for s, t in one["steps"].items()}, "hidden": tuple(one["hidden"])})
-            for one in found["segments"]
-        ]
+        segments = TypeAdapter(list[Segment]).validate_python(found["segments"])
         return [s for s in segments if (stamp := stamp_of(folder / s.file)) and stamp[0] == s.bytes]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
