@@ -185,12 +185,9 @@ class DynamicSampling:
     @property
     def settled(self) -> list[PendingGroup]:
         """The draws whose fate this step decides."""
-        admission = self.admission()
-        return (
-            self.usable[: admission.admitted[-1] + 1]
-            if self._config.rollout.max_staleness and admission.complete
-            else self.usable
-        )
+        admission, usable = self.admission(), self.usable
+        ends = self._config.rollout.max_staleness and admission.complete
+        return usable[: admission.admitted[-1] + 1] if ends else usable
 
     @property
     def going_on(self) -> list[PendingGroup]:
