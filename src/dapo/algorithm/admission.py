@@ -84,13 +84,8 @@ def admit(outcomes: Sequence[bool | None], wanted: int) -> Admission:
 
 def refill_size(*, wanted: int, in_flight: int, keep_rate: float, budget_left: int) -> int:
     """How many more prompts to draw so that, at the running keep-rate, just enough groups will be kept.
-
-    Args:
-        wanted: groups still missing, those in flight not counted.
-        in_flight: draws not finished yet.
-        keep_rate: expected share of draws that are kept, from 0 to 1.
-        budget_left: draws still allowed in this step.
-
+    ``wanted``: groups still missing, those in flight not counted. ``in_flight``: draws not finished yet. ``keep_rate``:
+    expected share of draws that are kept, from 0 to 1. ``budget_left``: draws still allowed in this step.
     Returns from 0 to ``budget_left``."""
     if wanted <= 0 or budget_left <= 0:
         return 0

@@ -30,7 +30,6 @@ MAY_CHANGE = (
 """Keys, and sections with all of their keys, that change nothing but limits, evaluation and what is done around
 training; so they hold at once. Those of ``reward`` hold for the rewards that one is put together from, too."""
 
-
 FROM_THE_NEXT_STEP = (
     *_keys("training", "learning_rate final_learning_rate warmup_steps weight_decay adam_epsilon max_grad_norm"),
     *_keys("training", "groups_per_update epochs_per_rollout"),
@@ -44,7 +43,6 @@ FROM_THE_NEXT_STEP = (
 )
 """Keys of objective and optimizer. A step that is under way is finished with those that it began with."""
 
-
 BETWEEN_STEPS = (
     *_keys("rollout", "prompts_per_step samples_per_prompt max_response_length"),
     *_keys("rollout", "max_staleness ahead in_flight engine_args"),
@@ -53,7 +51,6 @@ BETWEEN_STEPS = (
 )
 """Keys of what is sampled and kept. Inside of a step, of which there are samples already, they are refused."""
 
-
 MAY_CHANGE_UNLESS_DETERMINISTIC = (
     *_keys("runtime", "threads device kind placement learner"),
     *_keys("rollout", "max_concurrent_samples cache_gib device tensor_parallel"),
@@ -61,7 +58,6 @@ MAY_CHANGE_UNLESS_DETERMINISTIC = (
     *_keys("reward", "timeout_s memory_mb test_timeout_s device"),
 )
 """Keys that change the order of additions, and so the last bits, or which scores fail."""
-
 
 BY_CONTENT = (
     *_keys("model", "path tokenizer"),

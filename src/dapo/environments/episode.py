@@ -86,13 +86,9 @@ class Episode:
         self, messages: Sequence[Message], tools: Sequence[Schema] = (), most: int | None = None, may_call: bool = True
     ) -> Answer:
         """The model's next answer in a conversation.
-
-        Args:
-            messages: all of it; earlier answers with the content that they came with (``raw``).
-            tools: of the conversation; without those that it began with a new sequence begins.
-            most: tokens that it may say.
-            may_call: False: calls are not read.
-
+        ``messages``: all of it; earlier answers with the content that they came with (``raw``). ``tools``: of the
+        conversation; without those that it began with a new sequence begins. ``most``: tokens that it may say.
+        ``may_call``: False: calls are not read.
         Raises Over: the episode is over, or a cap ends it; DataError: the chat template refuses the messages."""
         async with self._one:
             if self._turns >= self._config.max_turns:

@@ -217,7 +217,6 @@ def sample_lines(path: Path, errors: str = "replace") -> Iterator[tuple[int, int
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """As :func:`sample_lines`."""
     return [sample for *_, sample in sample_lines(path)]
 
 

@@ -30,7 +30,6 @@ _OBJECTIVE_NAMES = {
     "reference_kl": "kl/reference",
 }
 
-
 _FILTERED = ("all_right", "all_wrong", "flat", "too_few_scored")
 """What becomes of a group that there is nothing to learn from."""
 

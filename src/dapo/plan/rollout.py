@@ -34,13 +34,9 @@ class Decoding:
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """What one engine samples for a step.
-
-    Attributes:
-        groups: to be kept, each of ``samples`` responses to a prompt of ``prompt`` tokens.
-        keep: share of the groups drawn that is kept.
-        length, limit: tokens of a response, on average and at most.
-        rows: sequences at once, at most.
-    """
+    ``groups``: to be kept, each of ``samples`` responses to a prompt of ``prompt`` tokens. ``keep``: share of the
+    groups drawn that is kept. ``length``, ``limit``: tokens of a response, on average and at most. ``rows``: sequences
+    at once, at most."""
 
     groups: int
     samples: int

@@ -29,13 +29,9 @@ def retrieve(task: asyncio.Future[Any]) -> None:
 
 class Batcher(Generic[Item, Result]):
     """Belongs to the event loop that it is first used in.
-
-    Args:
-        work: a batch of 1 to ``size`` items to as many results, in order. Its exception is raised to each caller.
-        size: most items of one batch; None: as many as wait, or as ``pick`` says.
-        concurrency: batches at once.
-        pick: positions of the waiting items that make the next batch; by default the oldest.
-    """
+    ``work``: a batch of 1 to ``size`` items to as many results, in order. Its exception is raised to each caller.
+    ``size``: most items of one batch; None: as many as wait, or as ``pick`` says. ``concurrency``: batches at once.
+    ``pick``: positions of the waiting items that make the next batch; by default the oldest."""
 
     def __init__(
         self,

@@ -175,11 +175,9 @@ class ProcessEngine:
 
     @property
     def broken(self) -> EngineError | None:
-        """Why it has ended; None: it has not."""
         return self._process.broken
 
     def check(self, request: Request) -> None:
-        """Raises EngineError: the request cannot be served; says why."""
         check_request(request, can_decode=True, **self._limits)
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:

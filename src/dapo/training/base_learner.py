@@ -139,7 +139,6 @@ class BaseLearner(ABC):
         give_back_memory()
 
     def _train(self, index: int, mini: TokenBatch) -> UpdateReport:
-        """Make update ``index`` of a step."""
         return self.trainer.update(mini, self.inputs(mini), self.watched_objective)
 
 

@@ -93,13 +93,9 @@ async def _read_little(receive: Receive, headers: Headers) -> None:
 class WorkGate(Gate):
     """The gate of a server that works for programs: it asks for the token everywhere but at ``/health``, refuses work
     while the server starts or drains, and keeps ``progress.answering``.
-
-    Args:
-        works: whether a path asks for work.
-        error: an answer with a status, a text and headers.
-        count: hears the path and the status of each answer; paths that ask for no work are ``other``.
-        larger: of paths that go with what runs, so that they pass while the server drains: bytes of their bodies.
-    """
+    ``works``: whether a path asks for work. ``error``: an answer with a status, a text and headers. ``count``: hears
+    the path and the status of each answer; paths that ask for no work are ``other``. ``larger``: of paths that go with
+    what runs, so that they pass while the server drains: bytes of their bodies."""
 
     def __init__(
         self,

@@ -100,7 +100,6 @@ class Rows:
             self.top_logprobs[start.row, :n, :k] = self._send(done.top_logprobs)
 
     def stop(self, rows: Sequence[int]) -> None:
-        """Make rows idle."""
         if rows:
             self.lengths[self._index(rows)] = IDLE
 

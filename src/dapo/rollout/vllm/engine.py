@@ -92,7 +92,6 @@ class VLLMEngine:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the weights that it is handed, by name."""
         return self._transfer.shapes
 
     @property
@@ -101,7 +100,6 @@ class VLLMEngine:
         return f"vLLM {find_vllm().__version__}, weights by {self._transfer.kind}"
 
     def check(self, request: Request) -> None:
-        """Raises EngineError: the request cannot be served; says why."""
         check_request(
             request,
             vocabulary=self._vocabulary,

@@ -40,14 +40,10 @@ class WeightTransfer:
     def __init__(
         self, call: Callable[..., Awaitable[Sequence[Any]]], model: Any, dtype: torch.dtype, kind: str = "auto"
     ) -> None:
-        """
-        Args:
-            call: of a method of all workers, which raises EngineError. They have
-                :class:`~dapo.rollout.vllm.worker.Receiver` (``worker_extension_cls``).
-            model: as the learner has it; on the meta device, as from :func:`dapo.training.lora.trainable_shape`.
-            dtype: that vLLM computes with.
-            kind: ``runtime.sync``, other than `copy`.
-        """
+        """``call``: of a method of all workers, which raises EngineError. They have
+        :class:`~dapo.rollout.vllm.worker.Receiver` (``worker_extension_cls``). ``model``: as the learner has it; on the
+        meta device, as from :func:`dapo.training.lora.trainable_shape`. ``dtype``: that vLLM computes with. ``kind``:
+        ``runtime.sync``, other than `copy`."""
         self.shapes = {name: tuple(parameter.shape) for name, parameter in changing_parameters(model).items()}
         self._call, self._model, self._dtype = call, model, dtype
         self.kind = self._asked = "files" if has_adapter(model) else kind

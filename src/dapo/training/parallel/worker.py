@@ -174,13 +174,8 @@ class RankWorker:
         self, rate: tuple[int, float], fixed_rate: float | None, index: int, mini: TokenBatch, kl_coef: float
     ) -> UpdateReport:
         """Update ``index`` of step ``rate[0]``; the last one once more is its report.
-
-        Args:
-            rate: step and spent share of the run, for the learning rate.
-            fixed_rate: in place of that.
-            mini: all of the mini-batch, on every rank.
-            kl_coef: of a KL in the loss.
-        """
+        ``rate``: step and spent share of the run, for the learning rate. ``fixed_rate``: in place of that. ``mini``:
+        all of the mini-batch, on every rank. ``kl_coef``: of a KL in the loss."""
         name = (rate[0], index)
         if self._done is not None and self._done[0] == name:
             return self._done[1]
