@@ -308,8 +308,7 @@ class PromptTemplate:
         return str(self._tokenizer.get_chat_template()) if self._uses_chat else ""
 
     def _check_kwargs(self, text: str) -> None:
-        """Raises ConfigError: a variable is given that the chat template does not have, so that nothing would come of
-        it."""
+        """Raises ConfigError: a variable is given that the chat template does not have."""
         given = self._config.chat_template_kwargs
         if given and not self._uses_chat:
             why = "data.template is plain" if text else "the tokenizer has no chat template"
@@ -343,8 +342,7 @@ class PromptTemplate:
             last["content"] = said if carries_instruction(said) else _DAPO_BEFORE + said + _DAPO_AFTER
         elif not carries_instruction(said, config.instruction.strip()):
             last["content"] += config.instruction
-        has_system = messages[0]["role"] == "system"
-        if config.system is not None and config.template != "plain" and not has_system:
+        if config.system is not None and config.template != "plain" and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": config.system})
         return list(messages)
 
