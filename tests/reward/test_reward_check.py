@@ -45,9 +45,9 @@ def written(path: Path, *cases: object) -> str:
     return str(path)
 
 
-def agreements(path: Path, config: object, *cases: object) -> list[bool]:
+def agreements(path: Path, config: object, *cases: object, **options: float) -> list[bool]:
     found = read_cases([written(path / "cases.jsonl", *cases)], config)
-    return [one.agrees for one in asyncio.run(check_cases(found, config))]
+    return [one.agrees for one in asyncio.run(check_cases(found, config, **options))]
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -163,6 +163,7 @@ def test_a_number_agrees_within_the_tolerance_and_is_neither_right_nor_wrong(tmp
         {"response": "1e15", "expected": 1000000000000001},
     ]
     assert agreements(tmp_path, says, *cases) == [True, True, False, False, False, True]
+    assert agreements(tmp_path, says, cases[2], tolerance=1e-3) == [True]
 
 
 def test_a_failed_score_agrees_only_where_that_was_said_to_be_fine(tmp_path, says):

@@ -37,7 +37,6 @@ Expected = bool | float | str
 S = TypeVar("S", bound=Scorer)
 
 _AT_ONCE = 256  # Scores awaited at the same time. Scorers have limits of their own; those that make batches need many.
-_TOLERANCE = 1e-9  # absolute, and relative to it, of a reward from the number that is expected
 _SHOWN = ("name", "note", "source", "after")  # keys for people
 _TAKEN = ("gold", "response", "expected", "also_ok", "prompt", "finish_reason", "prompt_end")
 """Keys that the reward does not get to see as further keys of a row."""
@@ -175,9 +174,12 @@ _EXAMPLE = '{"gold": "4", "response": "\\\\boxed{4}", "expected": true}'
 
 
 async def check_cases(
-    cases: Sequence[Case], config: RewardConfig, advance: Callable[[int], None] = lambda done: None
+    cases: Sequence[Case],
+    config: RewardConfig,
+    tolerance: float = 1e-9,
+    advance: Callable[[int], None] = lambda done: None,
 ) -> list[Checked]:
-    """Score every case. ``advance`` hears how many are done.
+    """Score every case. ``tolerance``: how far, absolutely or relative to it, a reward may be from an expected number.
     Raises RewardError: the reward cannot be loaded or reached, or breaks its contract; names the case."""
     if not cases:
         return []
@@ -192,7 +194,7 @@ async def check_cases(
         checked = await asyncio.gather(*graded)
         items = [(case.place, case.prompt, case.response, case.finish_reason) for case in others]
         rewards = await score_each(scorer, items, one_more)
-        compared = [_compared(case, reward) for case, reward in zip(others, rewards, strict=True)]
+        compared = [_compared(case, reward, tolerance) for case, reward in zip(others, rewards, strict=True)]
         places = [k for k, one in enumerate(compared) if not one.agrees]
         doubts = await scorer.examine([compared[k].case.prompt for k in places]) if places else ()
         found = {places[doubt.position]: doubt.text for doubt in doubts}
@@ -200,13 +202,13 @@ async def check_cases(
     return sorted(checked, key=lambda one: one.case.prompt.row)
 
 
-def _compared(case: Case, reward: Reward) -> Checked:
+def _compared(case: Case, reward: Reward, tolerance: float) -> Checked:
     def admits(expected: Expected) -> bool:
         if reward.error is not None or isinstance(expected, str):
             return reward.error is not None and expected == "error"
         if isinstance(expected, bool):
             return reward.correct is expected
-        return math.isclose(reward.value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        return math.isclose(reward.value, expected, rel_tol=tolerance, abs_tol=tolerance)
 
     return Checked(case, reward, any(map(admits, case.accepted)))
 

@@ -42,6 +42,9 @@ def check(
             metavar="FILES [REWARD.KEY=VALUE]", help="Labelled cases (JSONL); keys of the reward to change."
         ),
     ],
+    tolerance: Annotated[
+        float, typer.Option(min=0, metavar="X", help="How far a reward may be from an expected number.")
+    ] = 1e-9,
     output: JsonFile = None,
     quiet: _Quiet = False,
 ) -> None:
@@ -62,8 +65,9 @@ def check(
     require_writable("--json", output, files)
     started = time.perf_counter()
     with status_line(quiet, "starting") as progress:
-        tell = lambda done: progress(f"{done:,} of {len(cases):,} cases")  # noqa: E731
-        checked = asyncio.run(check_cases(cases, config, tell))
+        checked = asyncio.run(
+            check_cases(cases, config, tolerance, lambda done: progress(f"{done:,} of {len(cases):,} cases"))
+        )
     seconds = time.perf_counter() - started
     agreed = sum(one.agrees for one in checked)
     for one in checked:
