@@ -42,7 +42,7 @@ _OPEN: Mapping[str, Any] = {
 }
 """Where nobody says otherwise."""
 ONE_EACH: Mapping[str, Any] = {"evaluation": {"samples_per_prompt": 1, "data": [], "rows": None}}
-"""For prompts to answer: what a recipe says of its evaluation is not about them."""
+"""For prompts to answer: what a recipe says of its evaluation is not about them, and its reward is not asked."""
 
 
 def inference_config(
@@ -54,7 +54,7 @@ def inference_config(
 ) -> Config:
     """Settings for a model: defaults, then ``recipe`` or else the one it was trained by, then ``layers`` of nested
     settings, such as a benchmark's and those of options, then ``overrides``. ``where``: places of keys for messages.
-    Raises ConfigError: with every problem found; a key of ``layers`` or ``overrides`` is for training alone."""
+    Raises ConfigError: with every problem found; a key of ``layers`` or ``overrides`` has no effect."""
     trained = recipe or model.recipe
     from_recipe = said_in(trained) if trained else {}
     rollout = from_recipe.get("rollout", {})
@@ -65,7 +65,9 @@ def inference_config(
         rollout = {key: value for key, value in rollout.items() if key not in OF_VLLM}
     trees = [_OPEN, from_recipe | {"rollout": rollout}, *layers, {"model": {"path": model.path}}]
     config = layered_config(trees, overrides, "settings", where)
-    if ignored := without_effect(*layers, last):
+    unused = ("reward", "evaluation.metrics", "evaluation.rows")[: 2 if config.evaluation.data else 3]
+    asked_for = (layer for layer in (*layers, last) if layer is not ONE_EACH)
+    if ignored := without_effect(*asked_for, unused=unused if ONE_EACH in layers else ()):
         raise ConfigError("\n".join(ignored))
     require_secrets(config.model_dump(mode="json", include=FROM_RECIPE), trained, "as section.key=value")
     return config

@@ -83,7 +83,8 @@ def load_model(
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all its numbers are, without a copy, which of a large embedding would take gigabytes."""
-    return not tensor.numel() or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
+    known = not tensor.is_floating_point() or not tensor.numel()
+    return known or bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
 def _taken_as_it_is(model: Any) -> Any:

@@ -42,6 +42,7 @@ from dapo.records import Group, Prompt
 from dapo.reward.build import needs_answer
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
+from dapo.rollout.native.exact import exact_temperature
 from dapo.training.lora import trainable_shape
 from dapo.util.user_code import made
 
@@ -134,7 +135,8 @@ def make_engine(
         return VLLMEngine(config, model, stop_ids, decode=template.decode, **sizes)
     if own is not None and not callable(own):  # an engine as it is, with a model of its own
         return made("rollout.engine", own, Engine)  # type: ignore[no-any-return]
-    return _with_copy(*(config, model, stop_ids, template, own), cache_bytes=cache_bytes(config), **sizes)
+    sizes |= {"cache_bytes": cache_bytes(config), "exact_temperature": exact_temperature(config)}
+    return _with_copy(config, model, stop_ids, template, own, **sizes)
 
 
 def evaluation_engine(
@@ -170,7 +172,6 @@ def _with_copy(
             twin.set_attn_implementation("sdpa")  # ours works in its own engine and trainer only
             return made("rollout.engine", own, Engine, config, twin, stop_ids, template.decode)  # type: ignore[no-any-return]
         options: dict[str, Any] = {"deterministic": config.runtime.deterministic, "threads": torch.get_num_threads()}
-        options["exact"] = config.rollout.temperature if config.runtime.exact else None
         return NativeEngine(twin, stop_ids, decode=template.decode, **options, **sizes)
     except torch.OutOfMemoryError as error:
         raise ModelError(

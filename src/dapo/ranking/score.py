@@ -171,7 +171,7 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
 def _implicit(
     found: FoundModel, by_dpo: bool, reference: str | None, overrides: Sequence[str], device: str
 ) -> ImplicitScorer:
-    from dapo.inference.model import settings_for
+    from dapo.inference.model import ONE_EACH, settings_for
     from dapo.model.loading import read_config
 
     given = [one for one in overrides if one.startswith("dpo.")]
@@ -187,7 +187,7 @@ def _implicit(
             "one); give a reward model, or with --reference the policy that DPO began with"
         )
     others = [one for one in overrides if one not in given]
-    _, settings = settings_for(found.path, {}, recipe=found.recipe, overrides=others)
+    _, settings = settings_for(found.path, {}, ONE_EACH, recipe=found.recipe, overrides=others)
     settings = with_values(settings, {"runtime.device": device})
     return ImplicitScorer(settings, find_model(reference).path, trained.dpo.beta)
 

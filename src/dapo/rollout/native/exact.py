@@ -109,6 +109,11 @@ def exact_attention(config: Config) -> type[PackedAttention] | None:
     return RowAttention if config.runtime.exact else None
 
 
+def exact_temperature(config: Config) -> float | None:
+    """The trainer's, for the engine that samples what is trained on; None: its log-probabilities need not be equal."""
+    return config.rollout.temperature if config.runtime.exact else None
+
+
 def attend_exactly(
     pool: Pool, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, table: Tensor, lengths: Tensor
 ) -> Tensor:
