@@ -98,11 +98,16 @@ def test_the_implicit_reward_is_that_of_the_stage(policy: Path) -> None:
             dapo.rank(policy, "1+2=", ["#3"], settings=wrong)
 
 
-def test_a_language_model_alone_ranks_nothing(policy: Path) -> None:
+def test_a_language_model_alone_ranks_nothing(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"its probabilities alone rank nothing.*--reference"):
         load_ranker(policy.parent / "base")
     with pytest.raises(ModelError, match="no such folder"):
         load_ranker(policy.parent / "no-such")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "adapter_config.json").write_text('{"peft_type": "LO')
+    with pytest.raises(ModelError, match=r"damaged: adapter_config.json cannot be read: Unterminated string"):
+        load_ranker(damaged)
 
 
 def test_rules_and_functions_rank_and_a_failed_score_is_last() -> None:

@@ -62,7 +62,7 @@ from dapo.config.on_resume import may_change
 from dapo.config.reading import with_values
 from dapo.config.stages import SFTConfig, StageConfig
 from dapo.errors import UserError, first_line
-from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
+from dapo.model.adapters import changing_parameters, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
@@ -282,8 +282,7 @@ def _trained_in(part: Any, shape: Any) -> int:
 def predicted_from(config: AnyConfig) -> str:
     name = config.model.path
     try:
-        adapter = find_adapter(name)
-        found = read_config(adapter.base if adapter else name, config.model.trust_remote_code)
+        found = read_config(name, config.model.trust_remote_code)
         check_supported(found)
         shape = shape_of(config, found)
     except UserError as error:

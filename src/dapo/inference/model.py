@@ -293,12 +293,10 @@ def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[i
 def _outline(config: Config) -> Any:
     """The model without its numbers, and with the generation config beside them.
     Raises ModelError: not found, or no causal language model."""
-    from dapo.model.adapters import find_adapter
     from dapo.model.loading import read_config, with_generation_config
     from dapo.training.lora import trainable_shape
 
-    path = adapter.base if (adapter := find_adapter(config.model.path)) else config.model.path
-    shape = trainable_shape(config.model, read_config(path, config.model.trust_remote_code))
+    shape = trainable_shape(config.model, read_config(config.model.path, config.model.trust_remote_code))
     return with_generation_config(shape, config.model.path)
 
 
@@ -352,11 +350,9 @@ def room_for(config: Config) -> tuple[int, int]:
     """The longest prompt and the longest response, in tokens, that a model takes where the prompts are not known yet:
     as the settings say, and together no more than its positions.
     Raises ModelError: its config cannot be read; ConfigError: no response of that length fits, whatever the prompt."""
-    from dapo.model.adapters import find_adapter
     from dapo.model.loading import POSITIONS_STATED, context_limit, read_config
 
-    adapter = find_adapter(config.model.path)
-    shape = read_config(adapter.base if adapter else config.model.path, config.model.trust_remote_code)
+    shape = read_config(config.model.path, config.model.trust_remote_code)
     positions, limit = context_limit(shape) or 2**20, config.evaluated_length
     if limit >= positions:
         text = f"{limit} response tokens and a prompt are more than the {positions} positions that the model has"

@@ -23,7 +23,6 @@ from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.environments.player import scores_itself
 from dapo.errors import DataError, ModelError, extra, first_line
-from dapo.model.adapters import find_adapter
 from dapo.model.loading import (
     check_supported,
     copy_model,
@@ -290,10 +289,8 @@ def model_elsewhere(config: Config) -> Any:
 
 
 def _described(config: Config) -> Any:
-    adapter = find_adapter(config.model.path)
-    path = adapter.base if adapter else config.model.path
-    found = read_config(path, config.model.trust_remote_code)
+    found = read_config(config.model.path, config.model.trust_remote_code)
     check_supported(found)
     if config.model.lora.rank:
         trainable_shape(config.model, found)
-    return with_generation_config(SimpleNamespace(config=found), path)
+    return with_generation_config(SimpleNamespace(config=found), found.name_or_path)

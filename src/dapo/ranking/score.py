@@ -153,7 +153,6 @@ def is_reward_model(path: str) -> bool:
 
 def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -> RewardConfig:
     """As the run that trained it wrote texts; else by the chat template, if there is one."""
-    from dapo.model.adapters import find_adapter
     from dapo.model.loading import context_limit, load_tokenizer, read_config
 
     if isinstance(trained, RewardModelConfig):
@@ -161,8 +160,7 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
     else:
         template = "chat" if getattr(load_tokenizer(path), "chat_template", None) else "plain"
         longest = 4096
-    adapter = find_adapter(path)
-    limit = context_limit(read_config(adapter.base if adapter else path).get_text_config())
+    limit = context_limit(read_config(path).get_text_config())
     told = {"path": path, "device": device, "template": template, "timeout_s": 600}
     told["max_length"] = min(longest, limit or longest)
     return load_reward("model", [*(f"reward.{key}={json.dumps(value)}" for key, value in told.items()), *overrides])
