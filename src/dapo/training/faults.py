@@ -297,7 +297,13 @@ class FaultFolder:
                     "samples_in_batch": batch.num_samples,
                     "samples_kept": len(chosen),
                     "samples": list(self._samples(part)),
-                    "versions": _versions(),
+                    "versions": {
+                        "dapo": VERSION,
+                        "torch": torch.__version__,
+                        "transformers": transformers.__version__,
+                        "python": platform.python_version(),
+                        "platform": platform.platform(),
+                    },
                 }
                 write_json(staging / "report.json", report)
         except (OSError, SafetensorError) as error:
@@ -369,13 +375,3 @@ def _arrays(batch: TokenBatch) -> dict[str, Any]:
 def _number(value: Any) -> Any:
     """JSON knows no NaN and no infinity: as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "dapo": VERSION,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }

@@ -65,7 +65,7 @@ class NativeEngine:
             deterministic: pin all shapes, so that a sample's bits do not depend on what else is in flight.
             exact_temperature: as in :class:`~dapo.rollout.native.rows.RowsRunner`.
             threads: for the tensor work of the engine's thread.
-            decode: text of token ids, which requests with stop texts need.
+            decode: text of token ids, without which requests with stop texts are refused.
 
         Raises:
             ModelError: the model and the cache of a single sequence do not fit into the device's memory.

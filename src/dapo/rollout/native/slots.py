@@ -46,19 +46,9 @@ def slot_decoder(
     exact_temperature: float | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Decoder:
-    """A decoder for ``model``, which is on the CPU.
-
-    Args:
-        model: from :func:`dapo.model.loading.copy_model`; its parameters are this decoder's own.
-        stop_token_ids: each ends a response and belongs to it.
-        max_sequence_tokens: longest prompt and response together.
-        max_concurrent_samples: rows decoded at once.
-        deterministic: pin all shapes (see :class:`SlotRunner`) and prefill prompts one by one.
-        exact_temperature: as in :class:`~dapo.rollout.native.rows.RowsRunner`.
-        decode: token ids to text, for requests with stop texts; without it they are refused.
-
-    Raises ModelError: the machine cannot give the cache's memory.
-    """
+    """A decoder for ``model``, which is on the CPU; arguments as of :class:`~dapo.rollout.native.engine.NativeEngine`.
+    Where it is to be deterministic, shapes are pinned (:class:`SlotRunner`) and prompts computed one by one.
+    Raises ModelError: the machine cannot give the cache's memory."""
     runner = SlotRunner(model, stop_token_ids, max_concurrent_samples, max_sequence_tokens, pinned=deterministic)
     runner.exact_temperature = exact_temperature
     return Decoder(

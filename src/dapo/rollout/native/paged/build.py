@@ -37,16 +37,10 @@ def paged_decoder(
     exact_temperature: float | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Decoder:
-    """A decoder for ``model``, on the device that it is on.
-
-    Args:
-        model: from :func:`dapo.model.loading.load_model`; its products are joined, and on CUDA its layers compiled.
-        cache_bytes: for keys and values; None: what is free, and no more than all rows can use.
-        spare_bytes: of the device, to leave to others where ``cache_bytes`` is None.
-        exact_temperature: as in :class:`~dapo.rollout.native.rows.RowsRunner`; nothing is compiled then.
-
-    Raises ModelError: the memory does not hold the cache of a single sequence.
-    """
+    """A decoder for ``model``, on the device that it is on; arguments as of
+    :class:`~dapo.rollout.native.engine.NativeEngine`. The model's products are joined, and on CUDA its layers compiled,
+    unless its log-probs are to be exact.
+    Raises ModelError: the memory does not hold the cache of a single sequence."""
     device = next(model.parameters()).device
     shape = pool_shape(model)
     join_products(model)
