@@ -83,11 +83,8 @@ def test_tiles_that_differ_in_one_case_do_not_agree(depth: int, row_major: bool,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("depth", "columns"), [(896, 1152), (896, 9728), (4864, 896), (100, 77)])
 def test_the_bits_of_a_row_do_not_depend_on_others(depth: int, columns: int, dtype: torch.dtype) -> None:
-    left, weight, bias = (
-        normal(3000, depth, dtype=dtype),
-        normal(columns, depth, dtype=dtype),
-        normal(columns).to(dtype),
-    )
+    left, weight = normal(3000, depth, dtype=dtype), normal(columns, depth, dtype=dtype)
+    bias = normal(columns).to(dtype)
     with row_invariant(), torch.inference_mode():
         every = torch.nn.functional.linear(left, weight, bias)
         means = left.float().pow(2).mean(-1, keepdim=True)

@@ -13,8 +13,7 @@ engine         b A (its own copy; what is frozen it shares), vLLM: b P, which a 
                host's memory while it sleeps; b A more if evaluations beside the sampling have an engine of theirs
 reference      4 A, if the KL to the initial policy is asked for, and it is a copy (algorithm.kl.reference)
 critic         8 P and moments, if algorithm.kind is ppo and it has a backbone of its own, supposed of the policy's size
-casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more;
-               2 A with runtime.exact
+casts          in bfloat16 until the backward pass: 2 W, for W trained parameters of the layers; 2 A with runtime.exact
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those sampled ahead)
                sequences of at most T tokens (prompt and response), the former in any case with runtime.deterministic;
                on a GPU no more than rollout.cache_gib
@@ -234,7 +233,7 @@ def _rows(config: Config, ranks: int) -> int:
 
 def _casts(config: AnyConfig, shape: Any) -> int:
     """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time. With
-    ``runtime.exact`` a pass has them of all."""
+    ``runtime.exact`` of all trained parameters, as long as a pass takes."""
     if config.runtime.exact:
         return 2 * trained_of(shape)
     layers = decoder_layers(shape)
@@ -280,9 +279,8 @@ def _trained_in(part: Any, shape: Any) -> int:
 
 
 def predicted_from(config: AnyConfig) -> str:
-    name = config.model.path
     try:
-        found = read_config(name, config.model.trust_remote_code)
+        found = read_config(config.model.path, config.model.trust_remote_code)
         check_supported(found)
         shape = shape_of(config, found)
     except UserError as error:

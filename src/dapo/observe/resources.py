@@ -122,11 +122,14 @@ class Looker:
         """The lines of the roles; those of ``reward`` and ``other`` only while there are such children."""
         now = time.time()
         own = self._counters([self._own]) | self._network()
-        lines = [self._line(now, "engine+trainer", own, [_card(handle) for handle in self._cards])]
+        lines = [self._line(now, "engine+trainer", own, self._seen_cards())]
         with contextlib.suppress(self._psutil.Error):
             for role, processes in self._children().items():
                 lines.append(self._line(now, role, self._counters(processes), []))
         return lines
+
+    def _seen_cards(self) -> list[dict[str, Any]]:
+        return [_card(handle) for handle in self._cards]
 
     def _children(self) -> dict[str, list[Any]]:
         workers: set[int] = set()
