@@ -36,23 +36,23 @@ import steady
 from runner import Side, console, number
 from work import Limits
 
-POINTS = "--points 256x1k 64x4k 16x16k --limit 256 --repeats 2 --peer-path {peer_path}"
-PARTS = {
+POINTS = ["--points", "256x1k", "64x4k", "16x16k", "--limit", "256", "--repeats", "2"]
+SMALL = ["--samples", "2", "--limit", "32", "--concurrent", "64", "--repeats", "1"]
+PARTS: dict[str, dict[str, tuple[str, str, list[str], list[str]]]] = {
     "cuda": {
-        "rollout": "rollout compare --model {model} --prompts {prompts} --peer-path {peer_path}",
-        "update": "train ours",
-        "cycle": "cycle compare --model {model} --rows {rows} --peer-path {peer_path}",
-        "1.5b": f"rollout compare --shape 1.5b {POINTS}",
-        "7b": f"rollout compare --shape 7b {POINTS}",
+        "rollout": ("rollout", "compare", ["--model", "--prompts", "--peer-path"], []),
+        "update": ("train", "ours", [], []),
+        "cycle": ("cycle", "compare", ["--model", "--rows", "--peer-path"], []),
+        "1.5b": ("rollout", "compare", ["--peer-path"], ["--shape", "1.5b", *POINTS]),
+        "7b": ("rollout", "compare", ["--peer-path"], ["--shape", "7b", *POINTS]),
     },
     "cpu": {  # where vLLM's packages need not fit TRL, which is that of this environment
-        "demo": "cycle compare",
-        "cycle": "cycle compare --model {model} --rounds 1",
-        "rollout": "rollout compare --model {model} --prompts {prompts} --peer-path {peer_path} --samples 2 --limit 32"
-        " --concurrent 64 --repeats 1",
+        "demo": ("cycle", "compare", [], []),
+        "cycle": ("cycle", "compare", ["--model"], ["--rounds", "1"]),
+        "rollout": ("rollout", "compare", ["--model", "--prompts", "--peer-path"], SMALL),
     },
 }
-"""By device: module, command and options of each part, which cannot be run without the options in braces."""
+"""By device: module and command of each part, the options of this one that it needs and is given, and its own."""
 FIGURES = {
     "rollout": (("tokens/s", "speed", ",.0f", 1, ""),),
     "train": (("tokens/s", "speed", ",.0f", 1, ""), ("hand-over, ms", "hand_over", ".2f", 1e-3, "")),
@@ -81,24 +81,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in options.parts or [name for name in there if name not in ("1.5b", "7b")]:
         if name not in there:
             parser.error(f"--parts {name}: not on {options.device}; there are {', '.join(there)}")
-        bench, command, *words = there[name].split()
-        lack = [f"--{word[1:-1].replace('_', '-')}" for word in words if word[0] == "{" and not value(options, word)]
+        bench, command, needed, words = there[name]
+        passed = {option: getattr(options, option[2:].replace("-", "_")) for option in needed}
+        lack = [option for option, value in passed.items() if not value]
         if lack and options.parts:
             parser.error(f"--parts {name}: needs {' and '.join(lack)}")
         if lack:
             console.print(f"{name} is left out: needs {' and '.join(lack)}", markup=False)
             continue
-        words = [command, "--keep", *(value(options, word) for word in words)]
+        words = [command, "--keep", *words, *(str(word) for pair in passed.items() for word in pair)]
         words += ["--out", str(options.out / name), "--device", options.device, "--patience", str(options.patience)]
         words += ["--settings", str(options.settings)] if command == "compare" else []
         given[name] = bench, import_module(bench).parse(words)
     options.parts = given
     return options
-
-
-def value(options: argparse.Namespace, word: str) -> str:
-    """The word, or what the option in braces was given; empty: nothing."""
-    return str(getattr(options, word[1:-1]) or "") if word[0] == "{" else word
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

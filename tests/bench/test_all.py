@@ -52,7 +52,7 @@ def test_on_a_cpu_a_side_that_fails_makes_its_part_void_and_the_same_command_tak
     (site / "vllm" / "__init__.py").write_text(STAND_IN)
     small = "--prompts 4 --samples 2 --updates 2 --cycles 1 --limit 5 --rounds 1"
     sizes = {"demo": small, "cycle": small, "rollout": "--samples 2 --limit 8 --repeats 1"}
-    parts = {name: f"{text} {sizes[name]}" for name, text in together.PARTS["cpu"].items()}
+    parts = {name: (*part, own + sizes[name].split()) for name, (*part, own) in together.PARTS["cpu"].items()}
     monkeypatch.setitem(together.PARTS, "cpu", parts)
     spawn = runner._spawn
 

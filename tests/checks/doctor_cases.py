@@ -485,9 +485,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # the machine
     "a run folder that exists": Mistake("run-folder", "fail", _run_folder, "run.if_exists=rename"),
-    "a run folder inside of a file": Mistake(
-        "run-folder", "fail", _recipe(run__dir="recipe.yaml/run"), "Not a directory"
-    ),
+    "a run folder inside of a file": Mistake("run-folder", "fail", _recipe(run__dir="recipe.yaml/run"), "is a file"),
     "a GPU that is not there": Mistake("device", "fail", _recipe(runtime__device="cuda"), "runtime.device=auto"),
     "an engine's GPU that is not there": Mistake(
         "device", "fail", _recipe(rollout__device="cuda:7"), "rollout.device=null"

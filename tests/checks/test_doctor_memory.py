@@ -236,6 +236,8 @@ def test_what_offloading_and_checkpointing_save() -> None:
     assert predict_memory(config(**options), shape).adam == 8 * parameters, "on a CPU it is the same memory"
     in_layers = sum(p.numel() for p in shape.model.layers.parameters())
     assert plain.casts == 2 * in_layers
+    exact = [config(model__compute_dtype=dtype, runtime__exact=True) for dtype in ("bfloat16", "float32")]
+    assert [predict_memory(one, shape).casts for one in exact] == [2 * parameters, 0]
     again = predict_memory(
         config(model__compute_dtype="bfloat16", training__activation_checkpointing=True), shape, on_gpu=True
     )

@@ -13,7 +13,7 @@ from dapo.errors import ConfigError, ModelError
 from dapo.evaluation.benchmarks import BENCHMARKS, benchmark_named
 from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.inference.found_model import FoundModel, find_model
-from dapo.inference.model import Prompting, doubts, inference_config, settings_lines
+from dapo.inference.model import ONE_EACH, Prompting, doubts, inference_config, settings_lines
 from dapo.reward.math.extract import final_answer
 from dapo.rollout.engine import Sampling
 
@@ -169,6 +169,14 @@ def test_what_is_asked_for_and_has_no_effect_is_refused(given: str, told: str) -
     apply_overrides(tree, [given], {})
     with pytest.raises(ConfigError, match=f"^{told}"):
         inference_config(FoundModel("m"), tree)
+
+
+@pytest.mark.parametrize("given", ["reward.kind=exact", "evaluation.rows=3", "evaluation.metrics.m=x.py:f"])
+def test_what_scores_is_refused_where_nothing_is_scored(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{given.partition('=')[0]}: is for training and evaluation, and has no"):
+        inference_config(FoundModel("m"), ONE_EACH, overrides=[given])
+    found = inference_config(FoundModel("m"), ONE_EACH, overrides=["evaluation={data: x.jsonl, rows: 3}"])
+    assert found.evaluation.rows == 3
 
 
 def test_what_is_asked_for_and_counts_is_taken(tmp_path: Path) -> None:

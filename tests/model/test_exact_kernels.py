@@ -69,15 +69,22 @@ def test_the_two_tiles_agree() -> None:
     assert exact_kernels.tiles_agree(torch.device("cuda", torch.cuda.current_device()))
 
 
+@pytest.mark.parametrize("depth", [4096, 4100])
+@pytest.mark.parametrize("row_major", [False, True])
+def test_tiles_that_differ_in_one_case_do_not_agree(depth: int, row_major: bool, monkeypatch) -> None:
+    def launch(left, right, bias, out, tile) -> None:
+        out.fill_(tile is WIDE and left.shape[1] == depth and right.is_contiguous() == row_major)
+
+    monkeypatch.setattr(exact_kernels, "_launch", launch)
+    assert not exact_kernels.tiles_agree.__wrapped__(torch.device("cpu"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("depth", "columns"), [(896, 1152), (896, 9728), (4864, 896), (100, 77)])
 def test_the_bits_of_a_row_do_not_depend_on_others(depth: int, columns: int, dtype: torch.dtype) -> None:
-    left, weight, bias = (
-        normal(3000, depth, dtype=dtype),
-        normal(columns, depth, dtype=dtype),
-        normal(columns).to(dtype),
-    )
+    left, weight = normal(3000, depth, dtype=dtype), normal(columns, depth, dtype=dtype)
+    bias = normal(columns).to(dtype)
     with row_invariant(), torch.inference_mode():
         every = torch.nn.functional.linear(left, weight, bias)
         means = left.float().pow(2).mean(-1, keepdim=True)

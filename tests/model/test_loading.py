@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from dapo.errors import ModelError
-from dapo.model.loading import ROPE_TYPES, SUPPORTED, check_supported, load_model
-from helpers import ARCHITECTURES, random_model
+from dapo.model.loading import ROPE_TYPES, SUPPORTED, check_supported, is_finite, load_model
+from helpers import ARCHITECTURES, most_allocated, random_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 LONG_ROPE = {
@@ -195,6 +195,12 @@ def test_a_model_too_large_for_the_gpu_says_what_it_takes(
     size = f"{numbers * 4 / 2**30:.1f} GiB in float32"
     assert size in str(caught.value) and "1.0 of 3.0 GiB of cuda are free" in str(caught.value)
     assert "bfloat16 takes half" in str(caught.value)
+
+
+def test_numbers_are_looked_at_without_a_copy() -> None:
+    many = torch.ones(2**16)
+    assert most_allocated(lambda: is_finite(many)) < 2**10
+    assert is_finite(torch.arange(3)) and is_finite(torch.empty(0)) and not is_finite(torch.tensor(torch.inf))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -278,7 +278,7 @@ def test_one_that_fails_once_is_told_of_and_written(tmp_path: Path) -> None:
         return await writer.settle()
 
     assert asyncio.run(main()) == tmp_path / "step-00001"
-    assert len(said) == 1 and "Input/output error" in said[0] and "trying again" in said[0]
+    assert len(said) == 1 and "Input/output error" in said[0] and "tried again" in said[0]
 
 
 def test_one_of_a_learner_that_is_gone_is_not_tried_again(tmp_path: Path) -> None:
@@ -302,8 +302,10 @@ def test_one_that_fails_twice_ends_the_run_at_the_next_step(tmp_path: Path, monk
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Trainer, "save_state", broken)
-    with pytest.raises(UserError, match=r"cannot be written: Input/output(.|\n)*could not be saved"):
-        run(tmp_path / "run", {"run.save_every": 1, "training.steps": 200})
+    told = Recorder()
+    with pytest.raises(UserError, match=r"cannot be written: Input/output(.|\n)*could not be saved") as caught:
+        run(tmp_path / "run", {"run.save_every": 1, "training.steps": 200}, told)
+    assert "\n".join([str(caught.value), *told.warnings]).count("Input/output") == 1
     assert len(steps_of(tmp_path / "run")) < 100
 
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.algorithm.shaping import shape_rewards
-from dapo.config import build_config
+from dapo.config import build_config, nested
+from dapo.config.reading import merged
 from dapo.errors import DataError, RewardError, StarvedError, UserError
 from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.dynamic_sampling import DynamicSampling, starved_message
@@ -153,12 +154,7 @@ def make(rule, *, seed=0, changes=None, rows=10**6, **engine):
         "rollout": {"prompts_per_step": N, "samples_per_prompt": G, "max_concurrent_samples": 12},
         "training": {"groups_per_update": 1},
     }
-    for key, value in (changes or {}).items():
-        *sections, last = key.split(".")
-        place = tree
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
+    tree = merged(tree, nested(changes or {}))
     rng = random.Random(seed)
     source, scorer = FakeSource(rows), FakeScorer(rule, random.Random(seed))
     return Collector(source, FakeEngine(rng, rows, tree.get("seed", 0), **engine), scorer, decode, build_config(tree))

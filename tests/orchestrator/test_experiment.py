@@ -709,18 +709,7 @@ def saved_model(folder: Path) -> str:
         ),
         ({"model.lora.rank": 2, "model.lora.target_modules": ["no_such"]}, text_sum, "no_such"),
         ({"run.dir": "."}, text_sum, "run.dir: the folder . exists"),
-    ],
-    ids=[
-        "contract",
-        "file",
-        "float",
-        "float-if-empty",
-        "parameter",
-        "check",
-        "stop-token",
-        "positions",
-        "lora",
-        "folder",
+        ({"run.dir": "model/config.json/x"}, text_sum, "run.dir: .*config.json is a file"),
     ],
 )
 def test_what_needs_no_weights_is_refused_before_they_are_loaded(

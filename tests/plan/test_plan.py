@@ -360,6 +360,6 @@ def test_errors_of_the_command(arguments: tuple[str, ...], said: str, code: int)
 
 
 def test_a_plan_says_that_it_is_not_of_exact_mode() -> None:
-    said = "times and memory are those without runtime.exact, which takes more of both"
+    said = "times and activations are those without runtime.exact, which takes more of both"
     assert said in list(estimated("H200", "runtime.exact=true").assumptions())
     assert said not in list(estimated("H200").assumptions())

@@ -93,15 +93,21 @@ def test_the_implicit_reward_is_that_of_the_stage(policy: Path) -> None:
         changed = {"dpo.beta": 0.2, "data.max_prompt_length": 99}  # the last one is no beta
         doubled = dapo.rank(where, "1+2=", ["#3"], reference=reference, settings=changed)
         assert doubled[0].score == pytest.approx(2 * expected, abs=1e-5)
-    with pytest.raises(ConfigError, match=r"dpo.beta.*greater than 0"):
-        dapo.rank(policy, "1+2=", ["#3"], settings={"dpo.beta": -1})
+    for wrong, said in (({"dpo.beta": -1}, "greater than 0"), ({"reward.kind": "exact"}, "no effect here")):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}.*{said}"):
+            dapo.rank(policy, "1+2=", ["#3"], settings=wrong)
 
 
-def test_a_language_model_alone_ranks_nothing(policy: Path) -> None:
+def test_a_language_model_alone_ranks_nothing(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"its probabilities alone rank nothing.*--reference"):
         load_ranker(policy.parent / "base")
     with pytest.raises(ModelError, match="no such folder"):
         load_ranker(policy.parent / "no-such")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "adapter_config.json").write_text('{"peft_type": "LO')
+    with pytest.raises(ModelError, match=r"damaged: adapter_config.json cannot be read: Unterminated string"):
+        load_ranker(damaged)
 
 
 def test_rules_and_functions_rank_and_a_failed_score_is_last() -> None:

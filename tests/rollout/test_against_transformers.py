@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -125,34 +126,6 @@ def _first_difference(ours: list[int], theirs: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_tokens_equal_generate(name: str, deterministic: bool) -> None:
-    """Equal up to a first place where the two best logits are closer than 1e-4; such places are counted."""
-    model = random_model(name)
-    prompts = _prompts()
-    samples = _decode(model, prompts, deterministic=deterministic)
-    ties = 0
-    for i, prompt in enumerate(prompts):
-        with torch.no_grad():
-            out = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-            )[0, len(prompt) :].tolist()
-        ours = samples[i, 0].token_ids.tolist()
-        place = _first_difference(ours, out)
-        if place is None:
-            continue
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *ours[:place]]])).logits[0, -1]
-        best = logits.topk(2).values
-        assert float(best[0] - best[1]) < GAP, f"{name}, prompt {i}: tokens differ at {place}: {ours} against {out}"
-        ties += 1
-    assert ties <= 1, f"{name}: {ties} of {len(prompts)} responses met a tie"
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_log_probabilities_equal_the_forward_pass(name: str) -> None:
     """Sampled at temperature 0.7, against float32 log-softmax of the plain model's logits over 0.7."""
@@ -169,13 +142,15 @@ def test_log_probabilities_equal_the_forward_pass(name: str) -> None:
         assert float(difference) < 1e-4, f"{name}: {float(difference)}"
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_decodes_as_generate_does(name: str) -> None:
-    """Greedy tokens up to a tie, and the log-probabilities of those before it."""
-    model = _variant(name)
+@pytest.mark.parametrize(
+    ("name", "deterministic"), [*product(ARCHITECTURES, (False, True)), *((name, False) for name in VARIANTS)]
+)
+def test_greedy_tokens_and_log_probabilities_equal_generate(name: str, deterministic: bool) -> None:
+    """Up to a first place where the two best logits are closer than 1e-4; such places are counted."""
+    model = random_model(name) if name in ARCHITECTURES else _variant(name)
     prompts = _prompts()
-    samples = _decode(model, prompts)
-    compared = 0
+    samples = _decode(model, prompts, deterministic=deterministic)
+    compared = ties = 0
     for i, prompt in enumerate(prompts):
         with torch.no_grad():
             out = model.generate(
@@ -192,10 +167,12 @@ def test_a_variant_decodes_as_generate_does(name: str) -> None:
         if place is not None:
             best = out.logits[place][0].topk(2).values
             assert float(best[0] - best[1]) < GAP, f"{name}, prompt {i}: tokens differ at {place}: {ours}, {theirs}"
+            ties += 1
         equal = len(ours) if place is None else place
         expected = [float(out.logits[k][0].float().log_softmax(-1)[ours[k]]) for k in range(equal)]
         assert samples[i, 0].logprobs[:equal].tolist() == pytest.approx(expected, abs=1e-4), f"{name}, prompt {i}"
         compared += equal
+    assert ties <= 1, f"{name}: {ties} of {len(prompts)} responses met a tie"
     assert compared >= NEW_TOKENS, f"{name}: only {compared} tokens before ties and ends"
 
 

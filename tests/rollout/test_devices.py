@@ -120,6 +120,11 @@ def engines(tmp_path: Path, **changes: Any) -> tuple[Config, Any, list[Prompt], 
     return given, model, heldout, make_engine(given, RunOverrides(), model, (1,), template, heldout, 0), second
 
 
+def test_the_second_engine_is_not_exact(tmp_path: Path) -> None:
+    *_, first, second = engines(tmp_path, runtime__exact=True)
+    assert first._exact and not second._exact
+
+
 def test_the_second_engine_evaluates_as_the_first_with_weights_of_its_own(tmp_path: Path) -> None:
     """Requests of the two are in flight side by side, under weights of another version each."""
     given, model, heldout, first, second = engines(tmp_path)

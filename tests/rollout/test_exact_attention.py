@@ -48,5 +48,15 @@ def test_attention_by_rows_is_packed_attention(way: str, window, softcap, monkey
         assert torch.equal(again, found[some])
 
 
+def test_a_backward_pass_computes_the_ordinary_attention_once(monkeypatch) -> None:
+    place, row = packed_rows()
+    spec, layout, calls = AttentionSpec(2, 0.3, None, None), RowAttention(LENGTHS, place=place, shared=SHARED), []
+    out, saved = layout.forward(spec, *row)
+    attend = layout._padded.attend
+    monkeypatch.setattr(layout._padded, "attend", lambda *given: calls.append(given) or attend(*given))
+    layout.backward(spec, torch.ones_like(out), *row, out, saved)
+    assert len(calls) == 1
+
+
 def by_kernel(pool, spec, query, key, value, table, lengths, splits=1):
     return decode_attention(spec, query, key, value, pool.address, pool.shape, table, lengths, splits)

@@ -322,14 +322,7 @@ def test_the_youngest_is_preempted_and_the_oldest_never_starts_again() -> None:
     decoder, device = make(rows=2, pages=16, page_tokens=1, max_sequence=12, stretch=1)
     requests = [(0, Request(number, (8, 9), (seed,), Sampling(1.0, 10))) for number, seed in ((4, 1), (2, 3))]
     assert [len(expected(request, 0)) for _, request in requests] == [10, 10]  # neither stops early
-    begun: list[tuple[int, int]] = []
-    start = device.start
-
-    def noted(starts: Sequence[RowStart]) -> None:
-        begun.extend((one.seed, len(one.done.tokens)) for one in starts)
-        start(starts)
-
-    device.start = noted  # type: ignore[method-assign]
+    begun = noted_starts(device)
     for key, request in requests:
         decoder.submit(key, request)
     answers = drain(decoder)

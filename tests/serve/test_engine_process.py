@@ -22,14 +22,14 @@ from dapo.observe.progress import QuietListener
 from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.process import EngineProcess, ProcessEngine, ProcessError
 from dapo.serve.door import Refused
-from dapo.serve.model import Job, load_served
+from dapo.serve.model import Job, prepare_served
 from served import PINNED, SMALL, Served, served
 from server_process import ServerProcess
 
 APART = """
 import functools, sys
 from dapo.serve import model
-model.load_served = functools.partial(model.load_served, apart=True)
+model.prepare_served = functools.partial(model.prepare_served, apart=True)
 from dapo.commands import main
 sys.argv.insert(1, 'serve'); main()
 """
@@ -180,13 +180,13 @@ def test_engines_that_share_a_gpu_are_told_how_much_of_it_each_takes(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"--engines 2: more than the GPUs here \(1\).* rollout.cache_gib=8"):
-        load_served(str(folder), QuietListener(), overrides=SMALL, copies=2, apart=True)
+        prepare_served(str(folder), QuietListener(), overrides=SMALL, copies=2, apart=True)()
 
 
 SLOWLY = """
 import sys, time
 from dapo.serve import model
-model.load_served = lambda *args, **more: time.sleep(60)
+model.prepare_served = lambda *args, **more: lambda: time.sleep(60)
 from dapo.commands import main
 sys.argv.insert(1, 'serve'); main()
 """
@@ -200,7 +200,7 @@ def test_a_server_that_loads_ends_at_once_when_it_is_told_to() -> None:
 
 
 def test_who_waits_for_an_update_hears_that_the_server_ends(folder: Path) -> None:
-    model = load_served(str(folder), QuietListener(), overrides=SMALL)
+    model = prepare_served(str(folder), QuietListener(), overrides=SMALL)()
 
     async def run() -> None:
         model.doors["tiny"].hold()
@@ -229,4 +229,4 @@ def test_what_goes_wrong_while_it_loads_is_told_as_in_one_process(folder: Path, 
     (damaged / "model.safetensors").write_bytes(b"no weights")
     for apart in (False, True):
         with pytest.raises(ModelError, match="cannot be loaded: Error while deserializing"):
-            load_served(str(damaged), QuietListener(), overrides=SMALL, apart=apart)
+            prepare_served(str(damaged), QuietListener(), overrides=SMALL, apart=apart)()

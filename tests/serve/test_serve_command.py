@@ -38,12 +38,13 @@ LONG = {"model": "tiny", "prompt": [5, 6, 7], "n": 200, "max_tokens": 200, "temp
 def test_what_is_wrong_is_named_at_once(folder: Path, words: list[str], said: str) -> None:
     found = dapo("serve", folder, *words)
     assert found.exit_code in (1, 2) and said in found.output and "Traceback" not in found.output
+    assert "listening" not in found.output
 
 
 def test_a_port_that_is_taken_and_a_model_that_is_not_there(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = dapo("serve", folder, "--port", port)
+        found = dapo("serve", folder, "--port", port, "--set", "evaluation.max_response_length=60")
     assert found.exit_code == 2 and f"127.0.0.1, port {port}" in found.output
     found = dapo("serve", "./gone", "--port", 0)
     assert found.exit_code in (1, 2) and "no such folder" in found.output

@@ -19,7 +19,7 @@ from dapo.errors import ConfigError, ModelError
 from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.observe.progress import QuietListener
 from dapo.rollout.engine import Request
-from dapo.serve.model import load_served
+from dapo.serve.model import prepare_served
 from served import PINNED, SMALL, Served, ServeProcess, served
 
 STREAMS = 50
@@ -142,9 +142,9 @@ def test_adapters_are_asked_for_by_name_and_share_the_weights_below(tmp_path: Pa
         ]  # type: ignore[attr-defined]
         assert len(set(below)) == 1
     with pytest.raises(ModelError, match="its base is"):
-        load_served(str(other), QuietListener(), overrides=SMALL, adapters=adapters)
+        prepare_served(str(other), QuietListener(), overrides=SMALL, adapters=adapters)()
     with pytest.raises(ModelError, match="holds no adapter_config"):
-        load_served(str(base), QuietListener(), overrides=SMALL, adapters={"x": str(other)})
+        prepare_served(str(base), QuietListener(), overrides=SMALL, adapters={"x": str(other)})()
 
 
 def save_tokenizer(base: Path, folder: Path) -> None:
@@ -159,12 +159,12 @@ def test_a_recipe_is_served_by_its_settings(folder: Path, tmp_path: Path) -> Non
         "rollout: {max_response_length: 20, stop: ['5']}\nreward: {kind: exact}\nevaluation: {temperature: 0.5}\n"
         "algorithm: {overlong_buffer: {enable: false}}\n"
     )
-    model = load_served(str(recipe), QuietListener())
+    model = prepare_served(str(recipe), QuietListener())()
     sampling = evaluation_sampling(model.prompting.config)
     assert (model.name, model.context) == ("tiny", 50)
     assert (sampling.temperature, sampling.max_tokens, sampling.stop) == (0.5, 20, ("5",))
     with pytest.raises(ConfigError, match="recipe"):
-        load_served(str(tmp_path / "gone.yaml"), QuietListener())
+        prepare_served(str(tmp_path / "gone.yaml"), QuietListener())()
 
 
 def test_a_server_that_is_killed_under_load_and_started_again(folder: Path) -> None:

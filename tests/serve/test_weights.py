@@ -22,7 +22,7 @@ from dapo.rollout.native.engine import NativeEngine
 from dapo.serve import door as module
 from dapo.serve.app import Service, create_app
 from dapo.serve.door import Begin, Restarted
-from dapo.serve.model import Job, Limits, load_served
+from dapo.serve.model import Job, Limits, prepare_served
 from run_cases import TOKENIZER, tiny_model
 
 Client = httpx.AsyncClient
@@ -47,7 +47,7 @@ def with_server(
     """What ``ask`` returns, called with a client of a server in this process."""
 
     async def run() -> Any:
-        served = load_served(str(model), QuietListener(), overrides=SETTINGS, **more)
+        served = prepare_served(str(model), QuietListener(), overrides=SETTINGS, **more)()
         service = Service(Limits(), token, served)
         service.state = "ready"
         headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -179,7 +179,7 @@ def test_who_does_not_read_holds_no_update_and_who_takes_too_long_begins_anew(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        served = load_served(str(model), QuietListener(), overrides=SETTINGS)
+        served = prepare_served(str(model), QuietListener(), overrides=SETTINGS)()
         updates = served.doors["tiny"]
         engine = updates.engines[0]
         job = Job("tiny", [Request(0, tuple(PROMPT), (1,), Sampling(0.0, 20))], drafts=True)
@@ -264,7 +264,7 @@ def test_a_body_that_comes_slowly_is_no_silence(model: Path, monkeypatch: pytest
     tensors = tensors_of(tiny_model(1))
 
     async def run() -> int:
-        served = load_served(str(model), QuietListener(), overrides=SETTINGS)
+        served = prepare_served(str(model), QuietListener(), overrides=SETTINGS)()
         updates = served.doors["tiny"]
         await updates.begin(Begin(version=1, update="a"))
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from dapo.observe.progress import QuietListener
 from dapo.ranking.endpoints import Rankers
 from dapo.serve.app import Service, create_app
-from dapo.serve.model import Limits, ServedModel, load_served
+from dapo.serve.model import Limits, ServedModel, prepare_served
 from dapo.util.serving import Server
 from helpers import random_model
 from server_process import ServerProcess
@@ -91,7 +91,7 @@ def served(
     **how: Any,
 ) -> Iterator[Served]:
     limits = limits or Limits()
-    model = load_served(str(folder), QuietListener(), overrides=overrides or SMALL, limits=limits, **how)
+    model = prepare_served(str(folder), QuietListener(), overrides=overrides or SMALL, limits=limits, **how)()
     service = Service(limits, token, model, rankers)
     service.state = "ready"
     listener = socket.create_server(("127.0.0.1", 0))

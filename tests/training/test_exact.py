@@ -46,13 +46,13 @@ def exact_trainer(model: Any, dtype: torch.dtype, checkpointing: bool = False) -
     config = TrainingConfig(
         learning_rate=1e-3, warmup_steps=0, tokens_per_micro_batch=2048, activation_checkpointing=checkpointing
     )
-    return Trainer(model, config, TEMPERATURE, dtype, exact=RowAttention)
+    return Trainer(model, config, TEMPERATURE, dtype, attention=RowAttention)
 
 
 def exact_engine(trainer: Trainer, samples: int = 7, stop_ids: tuple[int, ...] = (1,), **options: Any) -> NativeEngine:
     twin = copy_model(trainer.policy.model, trainer.policy.compute_dtype)
     sizes = {"max_sequence_tokens": LONGEST, "max_concurrent_samples": samples} | options
-    return NativeEngine(twin, stop_ids, exact=TEMPERATURE, **sizes)
+    return NativeEngine(twin, stop_ids, exact_temperature=TEMPERATURE, **sizes)
 
 
 def sampled(engine: NativeEngine, prompts=PROMPTS, samples: int = 3, tokens: int = 40) -> list[Group]:

@@ -13,7 +13,7 @@ engine         b A (its own copy; what is frozen it shares), vLLM: b P, which a 
                host's memory while it sleeps; b A more if evaluations beside the sampling have an engine of theirs
 reference      4 A, if the KL to the initial policy is asked for, and it is a copy (algorithm.kl.reference)
 critic         8 P and moments, if algorithm.kind is ppo and it has a backbone of its own, supposed of the policy's size
-casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
+casts          in bfloat16 until the backward pass: 2 W, for W trained parameters of the layers; 2 A with runtime.exact
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those sampled ahead)
                sequences of at most T tokens (prompt and response), the former in any case with runtime.deterministic;
                on a GPU no more than rollout.cache_gib
@@ -61,7 +61,7 @@ from dapo.config.on_resume import may_change
 from dapo.config.reading import with_values
 from dapo.config.stages import SFTConfig, StageConfig
 from dapo.errors import UserError, first_line
-from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
+from dapo.model.adapters import changing_parameters, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
@@ -232,7 +232,10 @@ def _rows(config: Config, ranks: int) -> int:
 
 
 def _casts(config: AnyConfig, shape: Any) -> int:
-    """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time."""
+    """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time. With
+    ``runtime.exact`` of all trained parameters, as long as a pass takes."""
+    if config.runtime.exact:
+        return 2 * trained_of(shape)
     layers = decoder_layers(shape)
     return 2 * _trained_in(layers, shape) // (max(1, len(layers)) if config.training.activation_checkpointing else 1)
 
@@ -276,10 +279,8 @@ def _trained_in(part: Any, shape: Any) -> int:
 
 
 def predicted_from(config: AnyConfig) -> str:
-    name = config.model.path
     try:
-        adapter = find_adapter(name)
-        found = read_config(adapter.base if adapter else name, config.model.trust_remote_code)
+        found = read_config(config.model.path, config.model.trust_remote_code)
         check_supported(found)
         shape = shape_of(config, found)
     except UserError as error:

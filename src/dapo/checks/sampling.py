@@ -25,7 +25,7 @@ from dapo.reward.build import make_scorer
 from dapo.reward.check import running
 from dapo.reward.contract import NoScorer, Scorer, in_place_of_failed
 from dapo.rollout.native.engine import NativeEngine
-from dapo.rollout.native.exact import exact_attention
+from dapo.rollout.native.exact import exact_attention, exact_temperature
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import pack
 from dapo.training.policy import Policy
@@ -47,13 +47,13 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
     told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]
     batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)])
     dtype = getattr(torch, config.model.compute_dtype)
-    budget, exact = config.training.tokens_per_micro_batch, exact_attention(config)
-    policy = Policy(model, config.rollout.temperature, budget, dtype, exact=exact)
+    budget, attention = config.training.tokens_per_micro_batch, exact_attention(config)
+    policy = Policy(model, config.rollout.temperature, budget, dtype, attention=attention)
     found = measure_mismatch(batch, policy.logprobs(batch), version=0)
     limit = AGREE_WITHIN[config.model.compute_dtype]
     text = f"log-probs of {found.tokens} tokens by the native engine and the trainer differ by {found.mean:.2g} on "
     text += f"average, {found.maximum:.2g} at most"
-    if exact and found.maximum:
+    if config.runtime.exact and found.maximum:
         yield Finding("model", "agreement", "fail", f"{text}, with runtime.exact=true", "runtime.exact=false")
     elif found.exceeds(limit):
         fix = "model.compute_dtype=float32 or algorithm.correction.kind=truncate algorithm.proximal=recompute"
@@ -82,7 +82,7 @@ async def _sample(
         max_concurrent_samples=min(config.rollout.max_concurrent_samples, len(prompts) * samples),
         cache_bytes=cache_bytes(config),
         threads=torch.get_num_threads(),
-        exact=config.rollout.temperature if config.runtime.exact else None,
+        exact_temperature=exact_temperature(config),
         decode=template.decode,
     )
     try:

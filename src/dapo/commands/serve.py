@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,7 +69,7 @@ def serve(
         from dapo.ranking.endpoints import load_rankers
         from dapo.serve.app import serve as serve_app
         from dapo.serve.live import Journal
-        from dapo.serve.model import Limits, load_served
+        from dapo.serve.model import Limits, prepare_served
         from dapo.util.serving import Address
     address = Address(host, port, Address.token_in(token_env))
     limits = Limits(max_waiting, int(max_body_mb * 2**20), timeout_s)
@@ -80,7 +79,7 @@ def serve(
     rankers = _named("--ranker", ranker, "taste=runs/reward-model")
     say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-        load = functools.partial(load_served, model, listener, adapters=adapters, **more)
+        load = prepare_served(model, listener, adapters=adapters, **more)
         found = load_rankers(rankers, calibrations)
         how: dict[str, Any] = {"drain_s": drain_s, "say": say, "weights_dir": weights_dir, "rankers": found}
         how["journal"] = Journal(live, redact) if live else None

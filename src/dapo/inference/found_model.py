@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,12 @@ def said_in(recipe: Path) -> dict[str, Any]:
     return load_config(recipe).model_dump(include=FROM_RECIPE, exclude_unset=True)
 
 
-def without_effect(*settings: Mapping[str, Any]) -> list[str]:
-    """Of each key in ``settings`` that inference does not take, what to do about it."""
+def without_effect(*settings: Mapping[str, Any], unused: Sequence[str] = ()) -> list[str]:
+    """Of each key in ``settings`` that inference does not take, or is one of ``unused``, what to do about it."""
     keys = dict.fromkeys(key for tree in settings for key, _ in flat(tree))
-    lost = [key for key in keys if not f"{key}.".startswith(tuple(f"{one}." for one in (*_FROM_RECIPE, *_ASKED_FOR)))]
+    taken = tuple(f"{one}." for one in (*_FROM_RECIPE, *_ASKED_FOR) if one not in unused)
+    lost = {key: key.startswith(tuple(unused)) for key in keys if not f"{key}.".startswith(taken)}
     own = {f"rollout.{name}": f"evaluation.{name} is what counts" for name in EvaluationConfig.model_fields}
     own["model.path"] = "the model is the command's (or the function's) first argument"
-    return [f"{key}: is for training, and has no effect here; {own.get(key, 'leave it out')}" for key in lost]
+    kinds = ("training", "training and evaluation")
+    return [f"{k}: is for {kinds[e]}, and has no effect here; {own.get(k, 'leave it out')}" for k, e in lost.items()]

@@ -42,7 +42,7 @@ _OPEN: Mapping[str, Any] = {
 }
 """Where nobody says otherwise."""
 ONE_EACH: Mapping[str, Any] = {"evaluation": {"samples_per_prompt": 1, "data": [], "rows": None}}
-"""For prompts to answer: what a recipe says of its evaluation is not about them."""
+"""For prompts to answer: what a recipe says of its evaluation is not about them, and its reward is not asked."""
 
 
 def inference_config(
@@ -54,7 +54,7 @@ def inference_config(
 ) -> Config:
     """Settings for a model: defaults, then ``recipe`` or else the one it was trained by, then ``layers`` of nested
     settings, such as a benchmark's and those of options, then ``overrides``. ``where``: places of keys for messages.
-    Raises ConfigError: with every problem found; a key of ``layers`` or ``overrides`` is for training alone."""
+    Raises ConfigError: with every problem found; a key of ``layers`` or ``overrides`` has no effect."""
     trained = recipe or model.recipe
     from_recipe = said_in(trained) if trained else {}
     rollout = from_recipe.get("rollout", {})
@@ -65,7 +65,9 @@ def inference_config(
         rollout = {key: value for key, value in rollout.items() if key not in OF_VLLM}
     trees = [_OPEN, from_recipe | {"rollout": rollout}, *layers, {"model": {"path": model.path}}]
     config = layered_config(trees, overrides, where)
-    if ignored := without_effect(*layers, last):
+    unused = ("reward", "evaluation.metrics", "evaluation.rows")[: 2 if config.evaluation.data else 3]
+    asked_for = (layer for layer in (*layers, last) if layer is not ONE_EACH)
+    if ignored := without_effect(*asked_for, unused=unused if ONE_EACH in layers else ()):
         raise ConfigError("\n".join(ignored))
     require_secrets(config.model_dump(mode="json", include=FROM_RECIPE), trained, "as section.key=value")
     return config
@@ -295,12 +297,10 @@ def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[i
 def _outline(config: Config) -> Any:
     """The model without its numbers, and with the generation config beside them.
     Raises ModelError: not found, or no causal language model."""
-    from dapo.model.adapters import find_adapter
     from dapo.model.loading import read_config, with_generation_config
     from dapo.training.lora import trainable_shape
 
-    path = adapter.base if (adapter := find_adapter(config.model.path)) else config.model.path
-    shape = trainable_shape(config.model, read_config(path, config.model.trust_remote_code))
+    shape = trainable_shape(config.model, read_config(config.model.path, config.model.trust_remote_code))
     return with_generation_config(shape, config.model.path)
 
 
@@ -354,11 +354,9 @@ def room_for(config: Config) -> tuple[int, int]:
     """The longest prompt and the longest response, in tokens, that a model takes where the prompts are not known yet:
     as the settings say, and together no more than its positions.
     Raises ModelError: its config cannot be read; ConfigError: no response of that length fits, whatever the prompt."""
-    from dapo.model.adapters import find_adapter
     from dapo.model.loading import POSITIONS_STATED, context_limit, read_config
 
-    adapter = find_adapter(config.model.path)
-    shape = read_config(adapter.base if adapter else config.model.path, config.model.trust_remote_code)
+    shape = read_config(config.model.path, config.model.trust_remote_code)
     positions, limit = context_limit(shape) or 2**20, config.evaluated_length
     if limit >= positions:
         text = f"{limit} response tokens and a prompt are more than the {positions} positions that the model has"

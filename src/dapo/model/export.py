@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from dapo.model.adapters import adapter_parameters, has_adapter, save_adapter
+from dapo.model.loading import is_finite
 from dapo.model.tokenizer import source_folder
 from dapo.util.files import write_json
 
@@ -121,7 +122,7 @@ def keeps(tensors: Iterable[torch.Tensor], dtype: torch.dtype, exact: bool) -> b
     """Whether ``dtype`` can hold them: no number becomes infinite, or, if ``exact``, another one."""
     for tensor in tensors:
         narrow = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
-        if (exact and not torch.equal(narrow.to(tensor.dtype), tensor)) or not bool(narrow.isfinite().all()):
+        if (exact and not torch.equal(narrow.to(tensor.dtype), tensor)) or not is_finite(narrow):
             return False
     return True
 

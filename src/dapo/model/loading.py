@@ -83,7 +83,8 @@ def load_model(
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all its numbers are, without a copy, which of a large embedding would take gigabytes."""
-    return not tensor.numel() or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
+    known = not tensor.is_floating_point() or not tensor.numel()
+    return known or bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
 def _taken_as_it_is(model: Any) -> Any:
@@ -145,8 +146,9 @@ def dtype_on_disk(path: str) -> torch.dtype:
 
 
 def read_config(path: str, trust_remote_code: bool = False) -> Any:
-    """Transformers' config of the model at ``path``, of whatever architecture.
+    """Transformers' config of the model at ``path``, of whatever architecture; of an adapter that of its base.
     Raises ModelError: not found, not readable, or a value in it is none that the architecture knows."""
+    path = adapter.base if (adapter := find_adapter(path)) else path
     where = from_where(path)
     try:
         with LOADING:
@@ -317,8 +319,7 @@ def embedding_rows(source: Any, trust_remote_code: bool = False) -> int | None:
     Raises ModelError: as :func:`read_config`."""
     if not isinstance(source, str | Path):
         return int(source.get_input_embeddings().weight.shape[0])
-    adapter = find_adapter(source)
-    return getattr(read_config(adapter.base if adapter else str(source), trust_remote_code), "vocab_size", None)
+    return getattr(read_config(str(source), trust_remote_code), "vocab_size", None)
 
 
 POSITIONS_STATED = "max_position_embeddings and rope_scaling in its config.json"

@@ -225,8 +225,8 @@ def _describe(folder: Path) -> dict[str, dict[str, Any]]:
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own, one at a time, while the run goes on.
 
-    A write that fails is reported and tried once more, unless what it needs is lost. :meth:`check` and :meth:`settle`
-    raise the last error.
+    A write that fails is tried once more, unless what it needs is lost. What failed is told if that works; otherwise
+    :meth:`check` and :meth:`settle` raise the last error.
     """
 
     def __init__(self, checkpoints: Checkpoints, tell: Callable[[str], object]) -> None:
@@ -268,10 +268,11 @@ class CheckpointWriter:
         except LostError:
             raise
         except UserError as error:
-            with contextlib.suppress(RuntimeError):  # the loop is gone: nobody listens
-                loop.call_soon_threadsafe(self._tell, f"{error}; trying again in {RETRY_AFTER_S:g} s")
             time.sleep(RETRY_AFTER_S)
-            return self._checkpoints.save(snapshot)
+            saved = self._checkpoints.save(snapshot)
+            with contextlib.suppress(RuntimeError):  # the loop is gone: nobody listens
+                loop.call_soon_threadsafe(self._tell, f"{error}; tried again, and written")
+            return saved
 
     def check(self) -> None:
         """Raises UserError: the last checkpoint could not be written."""

@@ -202,11 +202,10 @@ def _lock(file: IO[str], patience: float = 1.0) -> OSError | None:
 
 def _make_way(root: Path, if_exists: str, only_look: bool = False) -> Path | None:
     """Where a run went that was in the way; None: there was none, or it is ``only_look``-ed at."""
-    if not os.path.lexists(root):
-        return None
-    if not root.is_dir():
-        raise UserError(f"run.dir: {root} is a file; set run.dir to another folder")
-    if not any(root.iterdir()):
+    there = next(path for path in (root, *root.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise UserError(f"run.dir: {there} is a file; set run.dir to another folder")
+    if there != root or not any(root.iterdir()):
         return None
     if if_exists == "fail":
         raise UserError(

@@ -49,6 +49,8 @@ class Setup:
     def of(cls, config: Config, listener: Listener, overrides: RunOverrides) -> Setup:
         """Look at everything that is named but the weights and the reward. Nothing is written.
         Raises UserError: what is wrong, where, and what would work."""
+        if overrides.folder is None and overrides.resume is None:
+            RunFolder.require_free(config)
         config = on_its_day(config, overrides.resume) if overrides.resume else config
         check_trackers(config)
         if config.runtime.kind == "ray":
@@ -77,8 +79,6 @@ class Setup:
         check_vocabulary(described, tokenizer, config, listener, rows)
         if (own := own_advantage(config, overrides.advantage)) is not None:  # tried before the weights load
             advantages([1.0, -1.0, -1.0, 0.5], kind=own)
-        if overrides.folder is None and overrides.resume is None:
-            RunFolder.require_free(config)
         return cls(config, overrides, device, tokenizer, template, source, heldout)
 
     async def try_servers(self) -> None:

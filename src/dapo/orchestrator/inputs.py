@@ -23,7 +23,6 @@ from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.environments.player import scores_itself
 from dapo.errors import DataError, ModelError, extra, first_line
-from dapo.model.adapters import find_adapter
 from dapo.model.loading import (
     check_supported,
     copy_model,
@@ -42,6 +41,7 @@ from dapo.records import Group, Prompt
 from dapo.reward.build import needs_answer
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
+from dapo.rollout.native.exact import exact_temperature
 from dapo.training.lora import trainable_shape
 from dapo.util.user_code import made
 
@@ -128,7 +128,8 @@ def make_engine(
         return VLLMEngine(config, model, stop_ids, decode=template.decode, **sizes)
     if own is not None and not callable(own):  # an engine as it is, with a model of its own
         return made("rollout.engine", own, Engine)  # type: ignore[no-any-return]
-    return _with_copy(*(config, model, stop_ids, template, own), cache_bytes=cache_bytes(config), **sizes)
+    sizes |= {"cache_bytes": cache_bytes(config), "exact_temperature": exact_temperature(config)}
+    return _with_copy(config, model, stop_ids, template, own, **sizes)
 
 
 def evaluation_engine(
@@ -160,7 +161,6 @@ def _with_copy(
             twin.set_attn_implementation("sdpa")  # ours works in its own engine and trainer only
             return made("rollout.engine", own, Engine, config, twin, stop_ids, template.decode)  # type: ignore[no-any-return]
         options: dict[str, Any] = {"deterministic": config.runtime.deterministic, "threads": torch.get_num_threads()}
-        options["exact"] = config.rollout.temperature if config.runtime.exact else None
         return NativeEngine(twin, stop_ids, decode=template.decode, **options, **sizes)
     except torch.OutOfMemoryError as error:
         raise ModelError(
@@ -279,10 +279,8 @@ def model_elsewhere(config: Config) -> Any:
 
 
 def _described(config: Config) -> Any:
-    adapter = find_adapter(config.model.path)
-    path = adapter.base if adapter else config.model.path
-    found = read_config(path, config.model.trust_remote_code)
+    found = read_config(config.model.path, config.model.trust_remote_code)
     check_supported(found)
     if config.model.lora.rank:
         trainable_shape(config.model, found)
-    return with_generation_config(SimpleNamespace(config=found), path)
+    return with_generation_config(SimpleNamespace(config=found), found.name_or_path)

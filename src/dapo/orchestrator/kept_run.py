@@ -186,7 +186,9 @@ class KeptRun(abc.ABC):
             with contextlib.suppress(UserError):  # a summary is not what is rescued
                 self._summarise(reason)
         except Exception as fault:
-            why = "" if str(fault) == str(error) else f": {fault}"  # a learner that is gone says the same again
+            # a learner that is gone says the same again, and a full disk says it of another file
+            causes = {tuple(str(one).split(": ")[1:3]) or str(one) for one in (fault, error)}
+            why = f": {fault}" if len(causes) == 2 else ""
             told = f"the state could not be saved{why}"
             if not self.shutdown.saved:
                 return f"{done}; {told}"

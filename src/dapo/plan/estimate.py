@@ -385,7 +385,7 @@ class Estimate:
         if self.config.model.compute_dtype == "float32":
             yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
         if self.config.runtime.exact:
-            yield "times and memory are those without runtime.exact, which takes more of both"
+            yield "times and activations are those without runtime.exact, which takes more of both"
         if self.config.rollout.engine != "native":
             yield "other engines are not in it: the native engine is planned for"
         for path in unknown_models(self.config, True):

@@ -150,7 +150,6 @@ def is_reward_model(path: str) -> bool:
 
 def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -> RewardConfig:
     """As the run that trained it wrote texts; else by the chat template, if there is one."""
-    from dapo.model.adapters import find_adapter
     from dapo.model.loading import context_limit, load_tokenizer, read_config
 
     if isinstance(trained, RewardModelConfig):
@@ -158,8 +157,7 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
     else:
         template = "chat" if getattr(load_tokenizer(path), "chat_template", None) else "plain"
         longest = 4096
-    adapter = find_adapter(path)
-    limit = context_limit(read_config(adapter.base if adapter else path).get_text_config())
+    limit = context_limit(read_config(path).get_text_config())
     told = {"path": path, "device": device, "template": template, "timeout_s": 600}
     told["max_length"] = min(longest, limit or longest)
     return load_reward("model", [*(f"reward.{key}={json.dumps(value)}" for key, value in told.items()), *overrides])
@@ -168,7 +166,7 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
 def _implicit(
     found: FoundModel, by_dpo: bool, reference: str | None, overrides: Sequence[str], device: str
 ) -> ImplicitScorer:
-    from dapo.inference.model import settings_for
+    from dapo.inference.model import ONE_EACH, settings_for
     from dapo.model.loading import read_config
 
     given = [one for one in overrides if one.startswith("dpo.")]
@@ -184,7 +182,7 @@ def _implicit(
             "one); give a reward model, or with --reference the policy that DPO began with"
         )
     others = [one for one in overrides if one not in given]
-    _, settings = settings_for(found.path, {}, recipe=found.recipe, overrides=others)
+    _, settings = settings_for(found.path, {}, ONE_EACH, recipe=found.recipe, overrides=others)
     settings = with_values(settings, {"runtime.device": device})
     return ImplicitScorer(settings, find_model(reference).path, trained.dpo.beta)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ from dapo.config.reading import with_values
 from dapo.errors import ConfigError, ModelError
 from dapo.inference.model import ONE_EACH, Prompting, engine_for, load_prompting, load_weights, room_for, settings_for
 from dapo.inference.stream import Part, written
+from dapo.model.adapters import require_adapter
 from dapo.model.loading import embedding_rows
 from dapo.model.placement import engine_device
 from dapo.observe.progress import Listener
@@ -181,7 +182,7 @@ def _check(engine: LocalEngine, requests: Sequence[Request]) -> None:
             raise Refused(400, which + str(error).removeprefix(f"request {request.id}: ")) from None
 
 
-def load_served(
+def prepare_served(
     model: str,
     listener: Listener,
     *,
@@ -191,8 +192,8 @@ def load_served(
     copies: int = 1,
     limits: Limits | None = None,
     apart: bool | None = None,
-) -> ServedModel:
-    """Load what is served.
+) -> Callable[[], ServedModel]:
+    """Look at all settings. What is returned loads what is served, and raises UserError: the model is wrong.
 
     Args:
         model: a recipe (its model by its settings), a run or checkpoint folder, a folder in Hugging Face layout, or a
@@ -203,7 +204,7 @@ def load_served(
         apart: whether the engines have processes of their own; None: on GPUs, which HTTP would slow down. vLLM has some
             anyway.
 
-    Raises UserError: a setting, the model or an adapter is wrong."""
+    Raises UserError: a setting is wrong, or there is no such model or adapter."""
     recipe = existing_recipe(model)
     is_recipe = recipe.suffix in (".yaml", ".yml")
     path = load_config(recipe).model.path if is_recipe else model
@@ -213,23 +214,29 @@ def load_served(
     _, config = settings_for(path, {}, ONE_EACH, recipe=recipe if is_recipe else None, overrides=overrides)
     if "temperature" not in config.evaluation.model_fields_set:  # what clients of this API expect
         config = with_values(config, {"evaluation.temperature": 1.0})
-    listener.phase("loading the model")
-    prompting = load_prompting(config)
     tokens = sum(room_for(config))
     if config.rollout.engine == "vllm" and copies > 1:
         raise ConfigError("--engines: is for the native engine; with vLLM use rollout.tensor_parallel or more servers")
-    names = {name: None, **(adapters or {})}
+    for folder in (adapters or {}).values():
+        require_adapter(folder)
     if apart is None:
         apart = config.rollout.engine == "native" and engine_device(config).type == "cuda"
-    if apart:
-        engines, stop_ids = _in_processes(prompting.config, names, tokens, copies, listener)
-    else:
-        found = [_load_engines(prompting, names, tokens, listener) for _ in range(copies)]
-        engines, stop_ids = [several for several, _ in found], found[0][1]
-    prompting.template.ends_with(stop_ids)
-    doors = {one: Door([several[one] for several in engines]) for one in names}
-    longest_token = max(map(len, prompting.tokenizer.get_vocab()))
-    return ServedModel(name, prompting, doors, tokens, stop_ids, longest_token, limits or Limits())
+    names = {name: None, **(adapters or {})}
+
+    def load() -> ServedModel:
+        listener.phase("loading the model")
+        prompting = load_prompting(config)
+        if apart:
+            engines, stop_ids = _in_processes(prompting.config, names, tokens, copies, listener)
+        else:
+            found = [_load_engines(prompting, names, tokens, listener) for _ in range(copies)]
+            engines, stop_ids = [several for several, _ in found], found[0][1]
+        prompting.template.ends_with(stop_ids)
+        doors = {one: Door([several[one] for several in engines]) for one in names}
+        longest_token = max(map(len, prompting.tokenizer.get_vocab()))
+        return ServedModel(next(iter(names)), prompting, doors, tokens, stop_ids, longest_token, limits or Limits())
+
+    return load
 
 
 def _load_engines(
@@ -276,7 +283,7 @@ def _in_processes(
 def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:
     """``model`` with an adapter on it; the weights below are the same ones in both.
     Raises ModelError: the folder holds none, or it is not for this model."""
-    from dapo.model.adapters import has_adapter, put_on, require_adapter
+    from dapo.model.adapters import has_adapter, put_on
     from dapo.model.loading import copy_model
 
     if has_adapter(model):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from dapo.errors import ModelError
 from dapo.inference.found_model import find_model
 from dapo.model.adapters import file_key
+from dapo.model.loading import is_finite
 from dapo.serve.door import Begin, Door, FromCheckpoint, Refused
 from dapo.serve.model import ServedModel
 from dapo.util.asynchronous import in_thread
@@ -50,7 +51,7 @@ def _tensors(root: Path | None, name: str, shapes: Mapping[str, tuple[int, ...]]
     if other := sorted(key for key in {**have, **shapes} if have.get(key) != shapes.get(key)):
         text = f"checkpoint {name}: is of another model: {len(other)} parameters differ, such as {other[0]}"
         raise Refused(400, text, "checkpoint")
-    if bad := sorted(key for key, one in found.items() if not (one.is_floating_point() and one.isfinite().all())):
+    if bad := sorted(key for key, one in found.items() if not (one.is_floating_point() and is_finite(one))):
         text = f"checkpoint {name}: {len(bad)} parameters, such as {bad[0]}, are no finite floating-point numbers"
         raise Refused(400, text, "checkpoint")
     return found

@@ -110,6 +110,8 @@ class StageSetup:
     def of(cls, config: StageConfig, listener: Listener, given: RunOverrides) -> StageSetup:
         """Look at everything that is named but the weights. Nothing is written.
         Raises UserError: what is wrong, where, and what would work."""
+        if given.resume is None:
+            RunFolder.require_free(cast("Any", config))
         model, data, tell = config.model, config.data, listener.warning
         listener.phase("loading tokenizer and data")
         tokenizer = given.tokenizer or load_tokenizer(model.tokenizer or model.path, model.trust_remote_code)
@@ -130,8 +132,6 @@ class StageSetup:
         if stage.today is not None:  # a run that goes on on another day has the same prompts
             config = with_values(config, {"data.today": stage.today})
         check_trackers(cast("Any", config))
-        if given.resume is None:
-            RunFolder.require_free(cast("Any", config))
         device = device_of(cast("Any", config))
         return cls(config, given, device, tokenizer, stage, open_source, source, heldout, fingerprint)
 

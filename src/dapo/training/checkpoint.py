@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from dapo.errors import ModelError, UserError
 from dapo.model.adapters import has_adapter, read_weights, require_adapter
 from dapo.model.export import export_model
+from dapo.model.loading import is_finite
 from dapo.training.moments import scales_of
 from dapo.util.files import new_folder, read_json, write_json
 
@@ -127,7 +128,7 @@ def load_tensors(
     if sorted(tensors) != listed:
         odd = sorted(set(tensors) ^ set(listed))
         raise UserError(f"{folder}: {TENSORS} does not hold what {METADATA} lists; first difference: {odd[0]}")
-    bad = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
+    bad = next((name for name, tensor in tensors.items() if not is_finite(tensor)), None)
     if bad is not None:
         name, _, kind = bad.rpartition("/")
         raise UserError(

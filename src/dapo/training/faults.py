@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.utils import get_total_norm
 
+from dapo.model.loading import is_finite
 from dapo.records import IntArray, TokenBatch
 from dapo.training.micro_batch import MicroBatch, micro_batches, select_tokens
 from dapo.training.objective_protocol import Objective, unit_of
@@ -147,10 +148,10 @@ def diagnose(
             first = _first_token(what, int(tokens[0]), part, cut, batch)
     policy.held.end_passes()
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    not_finite = [name for name, gradient in reversed(gradients.items()) if not _finite(gradient)]
+    not_finite = [name for name, gradient in reversed(gradients.items()) if not is_finite(gradient)]
     overflow = gradients and not not_finite and not get_total_norm(gradients.values()).isfinite()
     return Fault(
-        weight=next((name for name, p in parameters.items() if not _finite(p)), None),
+        weight=next((name for name, p in parameters.items() if not is_finite(p)), None),
         layer=watch.first,
         token=first,
         bad_samples=len(np.unique(batch.sample_ids[bad.numpy()])),
@@ -208,7 +209,7 @@ def _first_token(what: str, place: int, part: MicroBatch, inputs: Any, whole: To
     sequence = int(whole.sample_ids[at])
     draw, index = int(whole.draws[sequence]), int(whole.indices[sequence])
     token = at - int(whole.response_lengths[:sequence].sum())
-    given = next((name for name, values in _tensors(inputs).items() if not _finite(values[place])), None)
+    given = next((name for name, values in _tensors(inputs).items() if not is_finite(values[place])), None)
     return BadToken(what, sequence, draw, index, token, given)
 
 
@@ -254,10 +255,6 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
         yield from (leaf for item in value for leaf in _leaves(item))
 
 
-def _finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
 def _tensors(record: Any) -> dict[str, torch.Tensor]:
     values = {f.name: getattr(record, f.name) for f in fields(record)}
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -300,7 +297,13 @@ class FaultFolder:
                     "samples_in_batch": batch.num_samples,
                     "samples_kept": len(chosen),
                     "samples": list(self._samples(part)),
-                    "versions": _versions(),
+                    "versions": {
+                        "dapo": VERSION,
+                        "torch": torch.__version__,
+                        "transformers": transformers.__version__,
+                        "python": platform.python_version(),
+                        "platform": platform.platform(),
+                    },
                 }
                 write_json(staging / "report.json", report)
         except (OSError, SafetensorError) as error:
@@ -372,13 +375,3 @@ def _arrays(batch: TokenBatch) -> dict[str, Any]:
 def _number(value: Any) -> Any:
     """JSON knows no NaN and no infinity: as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "dapo": VERSION,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }

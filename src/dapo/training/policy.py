@@ -34,7 +34,7 @@ class Policy:
     compute_dtype: torch.dtype = torch.float32
     held: Replica = field(default_factory=Replica)
     """How this rank, one of one or several, has the model."""
-    exact: type[PackedAttention] | None = None
+    attention: type[PackedAttention] | None = None
     """Attention with the bits of the engine's; then all of a forward pass has them. None: the ordinary one."""
 
     @property
@@ -59,7 +59,7 @@ class Policy:
 
         The backbone runs once over a prompt that several sequences share.
         """
-        exact = self.exact is not None
+        exact = self.attention is not None
         # Weights change between uses, and one pass uses each once: a cache of cast weights would only hold memory.
         narrow = self.compute_dtype != torch.float32 and not exact
         with (
@@ -67,7 +67,7 @@ class Policy:
             rounded_parameters(self.model, self.compute_dtype, on=exact),
             row_invariant(exact),
         ):
-            attention = self.exact or PackedAttention
+            attention = self.attention or PackedAttention
             context = attention(part.batch.lengths.tolist(), part.row_ids.device, part.place, part.shared)
             hidden = hidden_states(self.model, part.row_ids, part.row_positions, context)
         # index_select and not hidden[...]: it copies whole rows, in half the time on CPU
@@ -78,7 +78,7 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The second half, token by token: log-probs and entropies ``[r]`` of any ``[r, d]`` of the states."""
         head = output_head(self.model) if head is None else head
-        with row_invariant(self.exact is not None):
+        with row_invariant(self.attention is not None):
             return token_logprobs(states, head, targets, self.temperature, product_dtype=self.compute_dtype)
 
     def in_chunks(self, states: torch.Tensor) -> tuple[int, Head | None]:
@@ -107,6 +107,6 @@ class Policy:
         that of the adapter.
         """
         model = copy_model(self.model)
-        if self.device.type == "cuda" and self.exact is None:
+        if self.device.type == "cuda" and self.attention is None:
             compile_layers(model)
         return replace(self, model=model)

@@ -27,6 +27,7 @@ from dapo.errors import NumericalError, UserError
 from dapo.model.activation_checkpointing import checkpoint_layers
 from dapo.model.adapters import adapter_parameters, has_adapter
 from dapo.model.compiling import compile_layers
+from dapo.model.loading import is_finite
 from dapo.model.packed import PackedAttention
 from dapo.records import NOBODY, FloatArray, IntArray, TokenBatch
 from dapo.training.checkpoint import load_optimizer, optimizer_tensors
@@ -76,7 +77,7 @@ class Trainer:
         temperature: float,
         compute_dtype: torch.dtype = torch.float32,
         held: Replica | None = None,
-        exact: type[PackedAttention] | None = None,
+        attention: type[PackedAttention] | None = None,
     ) -> None:
         """
         Args:
@@ -85,7 +86,7 @@ class Trainer:
             config: optimizer, warm-up, token budget.
             temperature: of the distribution trained on, which is that sampled from.
             compute_dtype: float32, or bfloat16 (the backbone then runs under autocast).
-            held, exact: as in :class:`~dapo.training.policy.Policy`; several ranks call everything together.
+            held, attention: as in :class:`~dapo.training.policy.Policy`; several ranks call everything together.
         """
         if has_adapter(model):
             for parameter in adapter_parameters(model).values():
@@ -95,11 +96,11 @@ class Trainer:
         model.eval()
         held = held or Replica()
         self._published = held.take(model, compute_dtype)
-        if held.device(model).type == "cuda" and exact is None:
+        if held.device(model).type == "cuda" and attention is None:
             compile_layers(model)
         if config.activation_checkpointing:
             checkpoint_layers(model)
-        self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype, held, exact)
+        self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype, held, attention)
         self.version = 0
         self.updates = 0
         self.skipped_updates, self._skipped_in_row = 0, 0
@@ -254,9 +255,8 @@ class Trainer:
         ranks = self.policy.held.ranks
         if all(ranks.gather(bool(torch.stack(sums).isfinite().all()))):
             return
-        bad = next((name for name, p in self._parameters.items() if not p.isfinite().all()), None)
-        bad = next(filter(None, ranks.gather(bad)), None)
-        if bad is not None:
+        found = ranks.gather(next((name for name, p in self._parameters.items() if not is_finite(p)), None))
+        if bad := next(filter(None, found), None):
             raise NumericalError(
                 f"the weights of {bad} are not finite after {self.updates} updates, the learning rate is "
                 f"{self.learning_rate:g}. What to try: start again from the weights of an earlier checkpoint with a "

@@ -22,7 +22,7 @@ from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Request, hand_over
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.native.paged import build
-from dapo.serve.model import load_served
+from dapo.serve.model import prepare_served
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import pack
 from dapo.training.policy import Policy
@@ -138,7 +138,7 @@ def paged(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
 def process(folder: Path, stack: ExitStack) -> tuple[Any, PromptTemplate]:
     """What `dapo serve` has on a GPU."""
     settings = [f"{key}={value}" for key, value in SETTINGS.items()]
-    served = load_served(str(folder), QuietListener(), overrides=settings, apart=True)
+    served = prepare_served(str(folder), QuietListener(), overrides=settings, apart=True)()
     return served.doors[served.name].engines[0], served.prompting.template
 
 

@@ -105,8 +105,8 @@ class Rerun:
         source = before if has_before else start.folder / "model"
         model = load_trainable(source, config.model, device)
         set_threads(config, model)
-        dtype = getattr(torch, config.model.compute_dtype)
-        self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype, exact=exact_attention(config))
+        attention, dtype = exact_attention(config), getattr(torch, config.model.compute_dtype)
+        self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype, attention=attention)
         self.preparer = BatchBuilder(config)
         self.learner = LocalLearner(self.trainer, config, self.preparer.kl)
         self._step = start.place.steps  # steps done

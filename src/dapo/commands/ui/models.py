@@ -24,7 +24,7 @@ from dapo.observe.progress import QuietListener
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import read_samples, samples_path
-from dapo.serve.model import load_served
+from dapo.serve.model import prepare_served
 from dapo.util.files import holds_model
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def load(path: Path) -> Loaded:
     limit = min(recipe_of(run).evaluated_length, MOST_TOKENS)
     bounds = ["runtime.device=cpu", f"rollout.max_concurrent_samples={MOST_SAMPLES * HELD}"]  # a run may need its GPU
     overrides = [*bounds, "rollout.engine=native", f"evaluation.max_response_length={limit}"]
-    served = load_served(str(path), QuietListener(), overrides=overrides)
+    served = prepare_served(str(path), QuietListener(), overrides=overrides)()
     return Loaded(served.prompting, served.doors[served.name].engines[0], limit, served.context - limit)
 
 

@@ -39,7 +39,7 @@ def place_here(setup: Setup, kl: AdaptiveKL, out_of_time: Callable[[], bool]) ->
     model = begin_adapter(model, config.model, config.seed)
     set_threads(config, model)
     dtype = getattr(torch, config.model.compute_dtype)
-    trainer = Trainer(model, config.training, config.rollout.temperature, dtype, exact=exact_attention(config))
+    trainer = Trainer(model, config.training, config.rollout.temperature, dtype, attention=exact_attention(config))
     limits = CardLimits.of(model, setup.device, dtype)
     # before the engine, which takes what memory is left
     learner = LocalLearner(trainer, config, kl, overrides.objective, out_of_time, critic=critic)

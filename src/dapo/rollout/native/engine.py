@@ -50,7 +50,7 @@ class NativeEngine:
         cache_bytes: int | None = None,
         spare_bytes: int = 0,
         deterministic: bool = False,
-        exact: float | None = None,
+        exact_temperature: float | None = None,
         threads: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
@@ -63,12 +63,13 @@ class NativeEngine:
             cache_bytes: for keys and values on a GPU; None: what is free, as far as it can be of use.
             spare_bytes: of a GPU, to leave to others where ``cache_bytes`` is None.
             deterministic: pin all shapes, so that a sample's bits do not depend on what else is in flight.
-            exact: as in :class:`~dapo.rollout.native.rows.RowsRunner`.
+            exact_temperature: as in :class:`~dapo.rollout.native.rows.RowsRunner`.
             threads: for the tensor work of the engine's thread.
-            decode: text of token ids, which requests with stop texts need.
+            decode: text of token ids, without which requests with stop texts are refused.
 
         Raises ModelError: the model and the cache of a single sequence do not fit into the device's memory."""
-        options: dict[str, Any] = {"deterministic": deterministic, "exact": exact, "decode": decode}
+        options: dict[str, Any] = {"deterministic": deterministic, "decode": decode}
+        options["exact_temperature"] = exact_temperature
         options |= {"max_sequence_tokens": max_sequence_tokens, "max_concurrent_samples": max_concurrent_samples}
         self._decoder: Decoder
         self._device = next(model.parameters()).device
@@ -81,7 +82,7 @@ class NativeEngine:
             with torch.cuda.device(self._device):
                 self._decoder = paged_decoder(model, stop_token_ids, **options)
         self._parameters = changing_parameters(model)
-        self._threads, self._exact = threads, exact is not None
+        self._threads, self._exact = threads, exact_temperature is not None
         self._keys = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._watched: dict[int, dict[tuple[int, int], int]] = {}  # that are told of drafts, and how much

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dapo.config import Config
 from dapo.model.attention import AttentionSpec, attention_context, seen_keys
+from dapo.model.flash import flash_can
 from dapo.model.packed import PackedAttention, opaque_packed_attention
 from dapo.rollout.native.paged.attention import attend, store
 from dapo.rollout.native.paged.pool import Pool, PoolShape
@@ -53,7 +54,8 @@ class RowAttention(PackedAttention):
         saved: Tensor,
     ) -> tuple[Tensor, ...]:
         """Of the ordinary attention, which is computed once more for it."""
-        return super().backward(spec, grad, query, key, value, *super().forward(spec, query, key, value))
+        found = super().forward(spec, query, key, value) if flash_can(query, value, spec.softcap) else (out, saved)
+        return super().backward(spec, grad, query, key, value, *found)
 
     @cached_property
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,6 +109,11 @@ class RowAttention(PackedAttention):
 def exact_attention(config: Config) -> type[PackedAttention] | None:
     """What a trainer is to attend with; None: as it likes."""
     return RowAttention if config.runtime.exact else None
+
+
+def exact_temperature(config: Config) -> float | None:
+    """The trainer's, for the engine that samples what is trained on; None: its log-probabilities need not be equal."""
+    return config.rollout.temperature if config.runtime.exact else None
 
 
 def attend_exactly(

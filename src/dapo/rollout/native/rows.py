@@ -172,7 +172,7 @@ class Rows:
 class RowsRunner:
     """What all runners have in common: a Transformers model, and :class:`Rows`."""
 
-    exact: float | None = None
+    exact_temperature: float | None = None
     """The trainer's temperature, if tokens drawn at it are to have log-probs with the trainer's bits."""
 
     def __init__(self, model: Any, rows: Rows) -> None:
@@ -196,16 +196,16 @@ class RowsRunner:
 
     def packed(self, lengths: Sequence[int]) -> PackedAttention:
         """The attention of prompts of these lengths."""
-        return (PackedAttention if self.exact is None else RowAttention)(lengths, self.state.device)
+        return (PackedAttention if self.exact_temperature is None else RowAttention)(lengths, self.state.device)
 
     def as_trained(self, logprobs: Tensor, raw: Tensor, head: Head, tokens: Tensor, settings: RowSettings) -> Tensor:
-        """``logprobs`` of ``tokens``, where ``exact`` asks for it those that the trainer reads from the same ``raw``
-        logits (:meth:`Head.raw`)."""
-        if self.exact is None:
+        """``logprobs`` of ``tokens``, where ``exact_temperature`` asks for it those that the trainer reads from the
+        same ``raw`` logits (:meth:`Head.raw`)."""
+        if self.exact_temperature is None:
             return logprobs
         whole = (settings.top_k == 0) & (settings.top_p == 1) & (settings.min_p == 0)
-        theirs = read_logprobs(raw, head, tokens, self.exact)
-        return torch.where(whole & (settings.temperature == self.exact), theirs, logprobs)
+        theirs = read_logprobs(raw, head, tokens, self.exact_temperature)
+        return torch.where(whole & (settings.temperature == self.exact_temperature), theirs, logprobs)
 
     @torch.inference_mode()
     def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> _Arriving:

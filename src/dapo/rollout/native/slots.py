@@ -43,23 +43,14 @@ def slot_decoder(
     max_sequence_tokens: int,
     max_concurrent_samples: int,
     deterministic: bool = False,
-    exact: float | None = None,
+    exact_temperature: float | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Decoder:
-    """A decoder for ``model``, which is on the CPU.
-
-    Args:
-        model: from :func:`dapo.model.loading.copy_model`; its parameters are this decoder's own.
-        stop_token_ids: each ends a response and belongs to it.
-        max_sequence_tokens: longest prompt and response together.
-        max_concurrent_samples: rows decoded at once.
-        deterministic: pin all shapes (see :class:`SlotRunner`) and prefill prompts one by one.
-        exact: as in :class:`~dapo.rollout.native.rows.RowsRunner`.
-        decode: token ids to text, for requests with stop texts; without it they are refused.
-
+    """A decoder for ``model``, which is on the CPU; arguments as of :class:`~dapo.rollout.native.engine.NativeEngine`.
+    Where it is to be deterministic, shapes are pinned (:class:`SlotRunner`) and prompts computed one by one.
     Raises ModelError: the machine cannot give the cache's memory."""
     runner = SlotRunner(model, stop_token_ids, max_concurrent_samples, max_sequence_tokens, pinned=deterministic)
-    runner.exact = exact
+    runner.exact_temperature = exact_temperature
     return Decoder(
         runner,
         pages=max_concurrent_samples + 4,  # enough to keep aside for rows to grow by; none is taken
@@ -188,7 +179,7 @@ class SlotRunner(RowsRunner):
         numpy, which takes a third of the time for so few numbers."""
         state, rows_of, index = self.state, self._arrays, self._index[rows]
         at, settings = rows_of["generated"][rows], state.settings.of_rows(rows)
-        logits = self._head.shaped(raw if self.exact is None else raw.clone())
+        logits = self._head.shaped(raw if self.exact_temperature is None else raw.clone())
         if top := min(variant.top, logits.shape[1]):
             state.keep_top(top)
             assert state.top_ids is not None and state.top_logprobs is not None
@@ -248,7 +239,7 @@ class _Decode:
 
     def __init__(self, slots: SlotRunner, rows: int) -> None:
         self._keys, self._values = slots.keys, slots.values
-        self._rows, self._exact = rows, slots.exact is not None
+        self._rows, self._exact = rows, slots.exact_temperature is not None
         self.position_ids = positions = slots.state.lengths[:rows].clamp(min=0).long()
         longest = slots.max_tokens if slots.pinned else int(self.position_ids.max()) + 1
         self._reach = reach = min(slots.max_tokens, -(-longest // 16) * 16)  # few shapes, little beyond the longest

@@ -34,19 +34,13 @@ def paged_decoder(
     cache_bytes: int | None = None,
     spare_bytes: int = 0,
     deterministic: bool = False,
-    exact: float | None = None,
+    exact_temperature: float | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Decoder:
-    """A decoder for ``model``, on the device that it is on.
-
-    Args:
-        model: from :func:`dapo.model.loading.load_model`; its products are joined, and on CUDA its layers compiled.
-        cache_bytes: for keys and values; None: what is free, and no more than all rows can use.
-        spare_bytes: of the device, to leave to others where ``cache_bytes`` is None.
-        exact: as in :class:`~dapo.rollout.native.rows.RowsRunner`; nothing is compiled then.
-
-    Raises ModelError: the memory does not hold the cache of a single sequence.
-    """
+    """A decoder for ``model``, on the device that it is on; arguments as of
+    :class:`~dapo.rollout.native.engine.NativeEngine`. The model's products are joined, and on CUDA its layers compiled,
+    unless its log-probs are to be exact.
+    Raises ModelError: the memory does not hold the cache of a single sequence."""
     device = next(model.parameters()).device
     shape = pool_shape(model)
     join_products(model)
@@ -66,9 +60,9 @@ def paged_decoder(
         )
     pool = Pool(replace(shape, pages=pages), device)
     runner = PagedRunner(model, pool, rows, max_sequence_tokens=max_sequence_tokens, pinned=deterministic)
-    runner.exact = exact
+    runner.exact_temperature = exact_temperature
     runner.wake()
-    if device.type == "cuda" and exact is None:
+    if device.type == "cuda" and exact_temperature is None:
         compile_layers(model, options={"combo_kernels": True})  # queries and keys are turned by one kernel then
         compile_ends(model)  # 15 kernels of a step less, for seconds of a start with nothing compiled
         runner.warm_up()

@@ -150,7 +150,7 @@ class PagedRunner(RowsRunner):
         state = self.state
         lengths = state.lengths[:rows]
         programs: tuple[int, bool] | None = None
-        if self.exact is None:
+        if self.exact_temperature is None:
             programs = choose_programs(rows, self.pool.shape, self._max_sequence, _processors(state.device))
         context = _Decode(self.pool, state.table[:rows], lengths, programs)
         positions = lengths.clamp(min=0).long()
