@@ -31,15 +31,13 @@ def flash_can(query: Tensor, value: Tensor, softcap: float | None) -> bool:
 class FlashLayout:
     """Where the sequences of a packed row begin and end, for queries and for keys."""
 
-    def __init__(
-        self, lengths: Sequence[int], shared: Sequence[int], place: Tensor | None, device: torch.device
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], shared: Sequence[int], place: Tensor, device: torch.device) -> None:
         """
         Args:
             lengths: of the sequences, in tokens.
             shared: how many tokens at the start of each stand in the place of another one's.
-            place: ``[sum(lengths)]``, where in the row each token stands; None: in the same order. The tokens that a
-                sequence does not share stand in the row in their order.
+            place: ``[sum(lengths)]``, where in the row each token stands. The tokens that a sequence does not share
+                stand in the row in their order.
             device: CUDA.
         """
         own = [length - first for length, first in zip(lengths, shared, strict=True)]

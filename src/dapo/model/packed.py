@@ -15,6 +15,8 @@ import torch
 
 from dapo.model.attention import AttentionSpec, attention_context, causal_attention, current_context
 from dapo.model.flash import FlashLayout, flash_can
+from dapo.model.placement import upload
+from dapo.model.tiles import TiledLayout, tiles_can
 
 
 class PackedAttention:
@@ -22,9 +24,9 @@ class PackedAttention:
 
     Sequences may share tokens of the row, such as the prompt of a group: then these are queries in one of them only.
 
-    On CUDA in half precision the kernels of :mod:`dapo.model.flash` take the row as it is. Elsewhere there is no such
-    kernel with a backward pass, so the sequences are padded here, inside the attention, and nowhere else. They are cut
-    into blocks of similar length, so that little of the work is padding.
+    On CUDA in half precision kernels take the row as it is: those of :mod:`dapo.model.tiles`, for other sizes of heads
+    those of :mod:`dapo.model.flash`. Elsewhere the sequences are padded here, inside the attention, and nowhere else.
+    They are cut into blocks of similar length, so that little of the work is padding.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class PackedAttention:
         Args:
             lengths: of the sequences, in tokens.
             place: ``[sum(lengths)]``, where in the row each token of the sequences stands, these laid end to end; None:
-                in the same order.
+                in the same order. On the host.
             shared: how many tokens at the start of each sequence are those of another one, in whose places they stand.
         """
         self.lengths = lengths
@@ -66,7 +68,7 @@ class PackedAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`attend` without gradient: ``(out, what backward needs beside it)``."""
         if flash_can(query, value, spec.softcap):
-            return self._flash.forward(query, key, value, spec.scaling, spec.window)
+            return self._kernels(query, value).forward(query, key, value, spec.scaling, spec.window)
         out = self._padded.attend(spec, query, key, value).contiguous()
         return out, query.new_empty(query.shape[1], 0, dtype=torch.float32)
 
@@ -82,19 +84,31 @@ class PackedAttention:
     ) -> tuple[torch.Tensor, ...]:
         """Gradients of :meth:`forward`, whose results are ``out`` and ``saved``; padded blocks are computed again."""
         if flash_can(query, value, spec.softcap):
-            return self._flash.backward(grad, query, key, value, out, saved, spec.scaling, spec.window)
+            return self._kernels(query, value).backward(grad, query, key, value, out, saved, spec.scaling, spec.window)
         vjp: Any = torch.func.vjp  # autograd itself does not record inside of an operation
         grads: tuple[torch.Tensor, ...] = vjp(partial(self._padded.attend, spec), query, key, value)[1](grad)
         return grads
 
+    def _kernels(self, query: torch.Tensor, value: torch.Tensor) -> FlashLayout | TiledLayout:
+        return self._tiled if tiles_can(query, value) else self._flash
+
+    @cached_property
+    def _tiled(self) -> TiledLayout:
+        return TiledLayout(self.lengths, self._shared, self._place, self._device)
+
     @cached_property
     def _flash(self) -> FlashLayout:
-        return FlashLayout(self.lengths, self._shared, self._place, self._device)
+        return FlashLayout(self.lengths, self._shared, self._places, self._device)
 
     @cached_property
     def _padded(self) -> _Padding:
-        place = torch.arange(sum(self.lengths), device=self._device) if self._place is None else self._place
-        return _Padding(self.lengths, self._shared, place)
+        return _Padding(self.lengths, self._shared, self._places)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """Where in the row each token of the sequences stands, on the device."""
+        place = torch.arange(sum(self.lengths)) if self._place is None else self._place
+        return upload(place.numpy(), self._device)
 
 
 # --- as one operation ---------------------------------------------------------------------------------------------

@@ -1,0 +1,301 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention over packed sequences on CUDA, forward and backward, in tiles fit for short sequences.
+
+The query heads of a key head are further rows of one tile, token by token: row r stands for token ``r // GROUP`` and
+head ``r % GROUP``. So a tile of 64 rows covers few tokens, and hardly any of its scores lie above the diagonal. Every
+program has a tile that something is in (the lists: :mod:`dapo.model.tiles`). Sums are float32, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """Rows (tokens times heads) and keys of a step of a program; its warps and the depth of its loads' pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    """Of a thread at most, so that more programs fit a processor; None: as many as the compiler likes."""
+
+
+class Tiles(NamedTuple):
+    """Of the forward pass, of the gradient of queries, and of that of keys and values."""
+
+    forward: Tile
+    queries: Tile
+    keys: Tile
+
+
+TILES = {
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, 168)),
+    128: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+}
+"""By the largest head they are for."""
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _query_tile(tiles, KV: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
+    """Of this program: key head, first token of the sequence in the row, of the shared ones, number of these, and of
+    each query the token in the row, head, place in the sequence and whether it is one."""
+    item = tiles + (tl.program_id(0) // KV) * 5
+    kv = tl.program_id(0) % KV
+    own, count, other, shared = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    row = tl.load(item + 4) + tl.arange(0, M)
+    token = tl.minimum(row // GROUP, count - 1)
+    return kv, own, other, shared, own + token, kv * GROUP + row % GROUP, shared + token, row < count * GROUP
+
+
+@triton.jit
+def _keys_of(first, last, window, N: tl.constexpr, WINDOWED: tl.constexpr):
+    """Of queries at the places ``first`` to ``last`` of a sequence: where the keys that any of them sees begin, and
+    where those that not all of them see."""
+    begin = tl.maximum(first + 1 - window, 0) if WINDOWED else first * 0
+    return begin, begin if WINDOWED else (first + 1) // N * N
+
+
+@triton.jit
+def _forward(
+    query, key, value, out, divisors, tiles, tokens, scale, window,
+    q_head, q_token, k_head, k_token, v_head, v_token,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """A program a tile of queries."""
+    kv, own, other, shared, token, head, position, there = _query_tile(tiles, KV, GROUP, M)
+    dim, column = tl.arange(0, DIM), tl.arange(0, N)
+    first, last = tl.min(position, 0), tl.max(position, 0)
+    q = tl.load(query + (token * q_token + head * q_head)[:, None] + dim[None, :])
+    highest = tl.full([M], -1e30, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DIM], tl.float32)
+    begin, border = _keys_of(first, last, window, N, WINDOWED)
+    for masked in tl.static_range(WINDOWED, 2):
+        for start in tl.range(border if masked else begin, last + 1 if masked else border, N):
+            at = start + column
+            inside = tl.minimum(at, last) if masked else at
+            where = (inside + tl.where(inside < shared, other, own - shared))[:, None]
+            k = tl.load(key + kv * k_head + (where * k_token + dim[None, :]))
+            v = tl.load(value + kv * v_head + (where * v_token + dim[None, :]))
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if masked:
+                visible = at[None, :] <= position[:, None]
+                if WINDOWED:
+                    visible &= at[None, :] > position[:, None] - window
+                scores = tl.where(visible, scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1) * scale)
+            weights = tl.exp2(scores * scale - higher[:, None])
+            fade = tl.exp2(highest - higher)
+            total = total * fade + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+            highest = higher
+    to = (token * (KV * GROUP) + head)[:, None] * DIM + dim[None, :]
+    tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=there[:, None])
+    tl.store(divisors + head * tokens + token, (highest + tl.log2(total)) / _LOG2_E, mask=there)
+
+
+@triton.jit
+def _query_gradient(
+    query, key, value, out, grad, divisors, rows, found, tiles, tokens, scale, window,
+    q_head, q_token, k_head, k_token, v_head, v_token,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """A program a tile of queries. ``rows`` ``[T, H, 2]``: to base 2 what ``divisors`` are, and each product of output
+    and gradient."""
+    kv, own, other, shared, token, head, position, there = _query_tile(tiles, KV, GROUP, M)
+    dim, column = tl.arange(0, DIM), tl.arange(0, N)
+    first, last = tl.min(position, 0), tl.max(position, 0)
+    q = tl.load(query + (token * q_token + head * q_head)[:, None] + dim[None, :])
+    of_query = token * (KV * GROUP) + head
+    to = of_query[:, None] * DIM + dim[None, :]
+    g = tl.load(grad + to)
+    delta = tl.sum(g.to(tl.float32) * tl.load(out + to).to(tl.float32), 1)
+    divisor = tl.load(divisors + head * tokens + token) * _LOG2_E
+    tl.store(rows + 2 * of_query, divisor, mask=there)
+    tl.store(rows + 2 * of_query + 1, delta, mask=there)
+    acc = tl.zeros([M, DIM], tl.float32)
+    begin, border = _keys_of(first, last, window, N, WINDOWED)
+    for masked in tl.static_range(WINDOWED, 2):
+        for start in tl.range(border if masked else begin, last + 1 if masked else border, N):
+            at = start + column
+            inside = tl.minimum(at, last) if masked else at
+            where = (inside + tl.where(inside < shared, other, own - shared))[:, None]
+            k = tl.load(key + kv * k_head + (where * k_token + dim[None, :]))
+            v = tl.load(value + kv * v_head + (where * v_token + dim[None, :]))
+            weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - divisor[:, None])
+            if masked:
+                visible = at[None, :] <= position[:, None]
+                if WINDOWED:
+                    visible &= at[None, :] > position[:, None] - window
+                weights = tl.where(visible, weights, 0.0)
+            slopes = weights * (tl.dot(g, tl.trans(v), input_precision="ieee") - delta[:, None])
+            acc = tl.dot(slopes.to(k.dtype), k, acc, input_precision="ieee")
+    tl.store(found + to, (acc * (scale / _LOG2_E)).to(found.dtype.element_ty), mask=there[:, None])
+
+
+@triton.jit
+def _key_gradients(
+    query, key, value, grad, rows, of_key, of_value, parts, tiles, tokens, scale, window, copies,
+    q_head, q_token, k_head, k_token, v_head, v_token,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """A program a tile of keys and what one sequence's queries add to its gradients: these, or the part of them."""
+    item = tiles + (tl.program_id(0) // KV) * 7
+    kv = tl.program_id(0) % KV
+    own, count, shared = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    position, here, keys, slot = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    dim, column, line = tl.arange(0, DIM), tl.arange(0, N), tl.arange(0, M)
+    where = (here + tl.minimum(column, keys - 1))[:, None]
+    k = tl.load(key + kv * k_head + where * k_token + dim[None, :])
+    v = tl.load(value + kv * v_head + where * v_token + dim[None, :])
+    first = own * (KV * GROUP) + kv * GROUP
+    query += own.to(tl.int64) * q_token + kv * (GROUP * q_head)
+    grad += first.to(tl.int64) * DIM
+    rows += 2 * first
+    key_acc = tl.zeros([N, DIM], tl.float32)
+    value_acc = tl.zeros([N, DIM], tl.float32)
+    begin = tl.maximum(position - shared, 0) * GROUP
+    end = count * GROUP
+    border = tl.maximum((position + keys - 1 - shared) * GROUP, begin)  # from here on all keys are seen
+    border = tl.minimum(begin + tl.cdiv(border - begin, M) * M, end)
+    if WINDOWED:
+        end = tl.minimum(end, (position + keys - 1 + window - shared) * GROUP)
+        border = end
+    for late in tl.static_range(0, 2 - WINDOWED):
+        for start in tl.range(border if late else begin, end if late else border, M):
+            row = start + line
+            there, token = row < end, row // GROUP
+            of_query = row + token * ((KV - 1) * GROUP)
+            # rows that are not there: a query and a gradient of zeros add nothing
+            at = (row * q_head + token * (q_token - GROUP * q_head))[:, None] + dim[None, :]
+            q = tl.load(query + at, there[:, None], 0.0)
+            g = tl.load(grad + (of_query[:, None] * DIM + dim[None, :]), there[:, None], 0.0)
+            # one load of both: in two, so small, every thread would load all of its rows
+            pair = tl.load(rows + (2 * of_query[:, None] + tl.arange(0, 2)[None, :]), there[:, None], 0.0)
+            divisor, delta = tl.split(pair)
+            weights = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale - divisor[None, :])
+            if not late:
+                earliest = ((position + column - shared) * GROUP)[:, None]
+                visible = row[None, :] >= earliest
+                if WINDOWED:
+                    visible &= row[None, :] < earliest + window * GROUP
+                weights = tl.where(visible, weights, 0.0)
+            value_acc = tl.dot(weights.to(g.dtype), g, value_acc, input_precision="ieee")
+            slopes = weights * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta[None, :])
+            key_acc = tl.dot(slopes.to(q.dtype), q, key_acc, input_precision="ieee")
+    key_acc *= scale / _LOG2_E
+    real = (column < keys)[:, None]
+    if slot < 0:
+        to = ((here + column) * KV + kv)[:, None] * DIM + dim[None, :]
+        tl.store(of_key + to, key_acc.to(of_key.dtype.element_ty), mask=real)
+        tl.store(of_value + to, value_acc.to(of_value.dtype.element_ty), mask=real)
+    else:
+        to = ((slot + column) * KV + kv)[:, None] * DIM + dim[None, :]
+        tl.store(parts + to, key_acc, mask=real)
+        tl.store(parts + copies.to(tl.int64) * (KV * DIM) + to, value_acc, mask=real)
+
+
+@triton.jit
+def _add_up(parts, starts, order, places, of_key, of_value, copies, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A program a token that several sequences have in common: the sum of the parts of its two gradients."""
+    number, column = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    key_sum = tl.zeros([BLOCK], tl.float32)
+    value_sum = tl.zeros([BLOCK], tl.float32)
+    for at in range(tl.load(starts + number), tl.load(starts + number + 1)):
+        part = parts + tl.load(order + at).to(tl.int64) * WIDTH + column
+        key_sum += tl.load(part, mask=inside, other=0.0)
+        value_sum += tl.load(part + copies.to(tl.int64) * WIDTH, mask=inside, other=0.0)
+    to = tl.load(places + number).to(tl.int64) * WIDTH + column
+    tl.store(of_key + to, key_sum.to(of_key.dtype.element_ty), mask=inside)
+    tl.store(of_value + to, value_sum.to(of_value.dtype.element_ty), mask=inside)
+
+
+class Row(NamedTuple):
+    """Query, key and value of a packed row, ``[1, heads, T, D]``, and how the queries attend."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    window: int | None
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def tiles(self) -> Tiles:
+        return TILES[min(size for size in TILES if size >= self.query.shape[-1])]
+
+    def launch(self, kernel, programs: Tensor, tile: Tile, tensors, numbers=()) -> None:
+        """A program of ``kernel`` for each line of ``programs`` and each key head."""
+        if not len(programs):
+            return
+        _, heads, tokens, dim = self.query.shape
+        kv = self.key.shape[1]
+        strides = [n for x in self[:3] for n in x.stride()[1:3]]
+        with torch.cuda.device_of(self.query):
+            kernel[(len(programs) * kv,)](
+                *(*self[:3], *tensors, programs, tokens, self.scaling * _LOG2_E.value, self.window or 0, *numbers),
+                *strides,
+                KV=kv,
+                GROUP=heads // kv,
+                DIM=dim,
+                WINDOWED=int(self.window is not None),
+                M=tile.rows,
+                N=tile.keys,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                maxnreg=tile.registers,
+            )
+
+
+def make_row(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Row:
+    """Copies only what does not lie number by number, or too far apart to count in 32 bits."""
+    near = [x.stride(3) == 1 and x.stride(2) * x.shape[2] < 2**31 for x in (query, key, value)]
+    row = [x if so else x.contiguous() for x, so in zip((query, key, value), near, strict=True)]
+    return Row(*row, scaling, window)
+
+
+def forward(row: Row, programs: Tensor) -> tuple[Tensor, Tensor]:
+    """``[1, T, H, D]``, and the logarithm of each softmax's divisor ``[H, T]``."""
+    _, heads, tokens, dim = row.query.shape
+    out = row.value.new_empty(1, tokens, heads, dim)
+    divisors = out.new_empty(heads, tokens, dtype=torch.float32)
+    row.launch(_forward, programs, row.tiles.forward, (out, divisors))
+    return out, divisors
+
+
+def query_gradient(row: Row, out: Tensor, grad: Tensor, divisors: Tensor, programs: Tensor) -> tuple[Tensor, Tensor]:
+    """``[1, T, H, D]``, and ``rows`` ``[T, H, 2]``, which :func:`key_gradients` needs."""
+    found, rows = torch.empty_like(out), divisors.new_empty(*out.shape[1:3], 2)
+    row.launch(_query_gradient, programs, row.tiles.queries, (out, grad, divisors, rows, found))
+    return found, rows
+
+
+def key_gradients(
+    row: Row, grad: Tensor, rows: Tensor, programs: Tensor, sums: tuple[Tensor, Tensor, Tensor]
+) -> list[Tensor]:
+    """Of keys and values ``[1, T, Hkv, D]``. ``sums``: of the tokens in common, see :class:`dapo.model.tiles.Sums`."""
+    _, kv, tokens, dim = row.key.shape
+    starts, order, places = sums
+    found = [grad.new_empty(1, tokens, kv, dim) for _ in range(2)]
+    parts = grad.new_empty(2, len(order), kv, dim, dtype=torch.float32)
+    row.launch(_key_gradients, programs, row.tiles.keys, (grad, rows, *found, parts), (len(order),))
+    if len(places):
+        width = kv * dim
+        with torch.cuda.device_of(grad):
+            sizes = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "num_warps": 4}
+            _add_up[(len(places),)](parts, starts, order, places, *found, len(order), **sizes)
+    return found
