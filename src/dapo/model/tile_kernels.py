@@ -65,6 +65,24 @@ def _keys_of(first, last, window, N: tl.constexpr, WINDOWED: tl.constexpr):
 
 
 @triton.jit
+def _places(at, last, own, other, shared, MASKED: tl.constexpr):
+    """Where in the row the keys at these places of a sequence stand; of those behind ``last`` its own."""
+    at = tl.minimum(at, last) if MASKED else at
+    return at + tl.where(at < shared, other, own - shared)
+
+
+@triton.jit
+def _scores(q, k, at, position, window, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        visible = at[None, :] <= position[:, None]
+        if WINDOWED:
+            visible &= at[None, :] > position[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit(do_not_specialize=["tokens", "window"])
 def _forward(
     query, key, value, out, divisors, tiles, tokens, scale, window,
     q_head, q_token, k_head, k_token, v_head, v_token,
@@ -72,8 +90,7 @@ def _forward(
 ):  # fmt: skip
     """A program a tile of queries."""
     kv, own, other, shared, token, head, position, there = _query_tile(tiles, KV, GROUP, M)
-    dim, column = tl.arange(0, DIM), tl.arange(0, N)
-    first, last = tl.min(position, 0), tl.max(position, 0)
+    dim, first, last = tl.arange(0, DIM), tl.min(position, 0), tl.max(position, 0)
     q = tl.load(query + (token * q_token + head * q_head)[:, None] + dim[None, :])
     highest = tl.full([M], -1e30, tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -81,17 +98,11 @@ def _forward(
     begin, border = _keys_of(first, last, window, N, WINDOWED)
     for masked in tl.static_range(WINDOWED, 2):
         for start in tl.range(border if masked else begin, last + 1 if masked else border, N):
-            at = start + column
-            inside = tl.minimum(at, last) if masked else at
-            where = (inside + tl.where(inside < shared, other, own - shared))[:, None]
+            at = start + tl.arange(0, N)
+            where = _places(at, last, own, other, shared, masked)[:, None]
             k = tl.load(key + kv * k_head + (where * k_token + dim[None, :]))
             v = tl.load(value + kv * v_head + (where * v_token + dim[None, :]))
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if masked:
-                visible = at[None, :] <= position[:, None]
-                if WINDOWED:
-                    visible &= at[None, :] > position[:, None] - window
-                scores = tl.where(visible, scores, float("-inf"))
+            scores = _scores(q, k, at, position, window, masked, WINDOWED)
             higher = tl.maximum(highest, tl.max(scores, 1) * scale)
             weights = tl.exp2(scores * scale - higher[:, None])
             fade = tl.exp2(highest - higher)
@@ -103,7 +114,7 @@ def _forward(
     tl.store(divisors + head * tokens + token, (highest + tl.log2(total)) / _LOG2_E, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "window"])
 def _query_gradient(
     query, key, value, out, grad, divisors, rows, found, tiles, tokens, scale, window,
     q_head, q_token, k_head, k_token, v_head, v_token,
@@ -112,8 +123,7 @@ def _query_gradient(
     """A program a tile of queries. ``rows`` ``[T, H, 2]``: to base 2 what ``divisors`` are, and each product of output
     and gradient."""
     kv, own, other, shared, token, head, position, there = _query_tile(tiles, KV, GROUP, M)
-    dim, column = tl.arange(0, DIM), tl.arange(0, N)
-    first, last = tl.min(position, 0), tl.max(position, 0)
+    dim, first, last = tl.arange(0, DIM), tl.min(position, 0), tl.max(position, 0)
     q = tl.load(query + (token * q_token + head * q_head)[:, None] + dim[None, :])
     of_query = token * (KV * GROUP) + head
     to = of_query[:, None] * DIM + dim[None, :]
@@ -126,23 +136,17 @@ def _query_gradient(
     begin, border = _keys_of(first, last, window, N, WINDOWED)
     for masked in tl.static_range(WINDOWED, 2):
         for start in tl.range(border if masked else begin, last + 1 if masked else border, N):
-            at = start + column
-            inside = tl.minimum(at, last) if masked else at
-            where = (inside + tl.where(inside < shared, other, own - shared))[:, None]
+            at = start + tl.arange(0, N)
+            where = _places(at, last, own, other, shared, masked)[:, None]
             k = tl.load(key + kv * k_head + (where * k_token + dim[None, :]))
             v = tl.load(value + kv * v_head + (where * v_token + dim[None, :]))
-            weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - divisor[:, None])
-            if masked:
-                visible = at[None, :] <= position[:, None]
-                if WINDOWED:
-                    visible &= at[None, :] > position[:, None] - window
-                weights = tl.where(visible, weights, 0.0)
+            weights = tl.exp2(_scores(q, k, at, position, window, masked, WINDOWED) * scale - divisor[:, None])
             slopes = weights * (tl.dot(g, tl.trans(v), input_precision="ieee") - delta[:, None])
             acc = tl.dot(slopes.to(k.dtype), k, acc, input_precision="ieee")
     tl.store(found + to, (acc * (scale / _LOG2_E)).to(found.dtype.element_ty), mask=there[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "window", "copies"])
 def _key_gradients(
     query, key, value, grad, rows, of_key, of_value, parts, tiles, tokens, scale, window, copies,
     q_head, q_token, k_head, k_token, v_head, v_token,
@@ -204,7 +208,7 @@ def _key_gradients(
         tl.store(parts + copies.to(tl.int64) * (KV * DIM) + to, value_acc, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["copies"])
 def _add_up(parts, starts, order, places, of_key, of_value, copies, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """A program a token that several sequences have in common: the sum of the parts of its two gradients."""
     number, column = tl.program_id(0), tl.arange(0, BLOCK)
@@ -263,9 +267,9 @@ class Row(NamedTuple):
 
 def make_row(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Row:
     """Copies only what does not lie number by number, or too far apart to count in 32 bits."""
-    near = [x.stride(3) == 1 and x.stride(2) * x.shape[2] < 2**31 for x in (query, key, value)]
-    row = [x if so else x.contiguous() for x, so in zip((query, key, value), near, strict=True)]
-    return Row(*row, scaling, window)
+    near = (x.stride(3) == 1 and x.stride(2) * x.shape[2] < 2**31 for x in (query, key, value))
+    first, second, third = (x if so else x.contiguous() for x, so in zip((query, key, value), near, strict=True))
+    return Row(first, second, third, scaling, window)
 
 
 def forward(row: Row, programs: Tensor) -> tuple[Tensor, Tensor]:
