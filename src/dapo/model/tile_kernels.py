@@ -25,6 +25,8 @@ class Tile(NamedTuple):
     stages: int
     registers: int | None = None
     """Of a thread at most, so that more programs fit a processor; None: as many as the compiler likes."""
+    loops: int = 2
+    """2: scores that no mask concerns have a loop of their own."""
 
 
 class Tiles(NamedTuple):
@@ -47,21 +49,24 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _query_tile(tiles, KV: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
     """Of this program: key head, first token of the sequence in the row, of the shared ones, number of these, and of
-    each query the token in the row, head, place in the sequence and whether it is one."""
+    each query the token in the row, head, place in the sequence and whether it is one; the first and last place."""
     item = tiles + (tl.program_id(0) // KV) * 5
     kv = tl.program_id(0) % KV
     own, count, other, shared = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-    row = tl.load(item + 4) + tl.arange(0, M)
+    start = tl.load(item + 4)
+    row = start + tl.arange(0, M)
     token = tl.minimum(row // GROUP, count - 1)
-    return kv, own, other, shared, own + token, kv * GROUP + row % GROUP, shared + token, row < count * GROUP
+    head, first = kv * GROUP + row % GROUP, shared + start // GROUP
+    last = shared + tl.minimum((start + M - 1) // GROUP, count - 1)
+    return kv, own, other, shared, own + token, head, shared + token, row < count * GROUP, first, last
 
 
 @triton.jit
-def _keys_of(first, last, window, N: tl.constexpr, WINDOWED: tl.constexpr):
-    """Of queries at the places ``first`` to ``last`` of a sequence: where the keys that any of them sees begin, and
-    where those that not all of them see."""
+def _keys_of(first, window, N: tl.constexpr, WINDOWED: tl.constexpr, LOOPS: tl.constexpr):
+    """Of queries from the place ``first`` of a sequence on: where the keys that any of them sees begin, and where those
+    that not all of them see."""
     begin = tl.maximum(first + 1 - window, 0) if WINDOWED else first * 0
-    return begin, begin if WINDOWED else (first + 1) // N * N
+    return begin, (first + 1) // N * N if LOOPS == 2 else begin
 
 
 @triton.jit
@@ -86,17 +91,18 @@ def _scores(q, k, at, position, window, MASKED: tl.constexpr, WINDOWED: tl.const
 def _forward(
     query, key, value, out, divisors, tiles, tokens, scale, window,
     q_head, q_token, k_head, k_token, v_head, v_token,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, LOOPS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of queries."""
-    kv, own, other, shared, token, head, position, there = _query_tile(tiles, KV, GROUP, M)
-    dim, first, last = tl.arange(0, DIM), tl.min(position, 0), tl.max(position, 0)
+    kv, own, other, shared, token, head, position, there, first, last = _query_tile(tiles, KV, GROUP, M)
+    dim = tl.arange(0, DIM)
     q = tl.load(query + (token * q_token + head * q_head)[:, None] + dim[None, :])
     highest = tl.full([M], -1e30, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DIM], tl.float32)
-    begin, border = _keys_of(first, last, window, N, WINDOWED)
-    for masked in tl.static_range(WINDOWED, 2):
+    begin, border = _keys_of(first, window, N, WINDOWED, LOOPS)
+    for masked in tl.static_range(2 - LOOPS, 2):
         for start in tl.range(border if masked else begin, last + 1 if masked else border, N):
             at = start + tl.arange(0, N)
             where = _places(at, last, own, other, shared, masked)[:, None]
@@ -118,12 +124,13 @@ def _forward(
 def _query_gradient(
     query, key, value, out, grad, divisors, rows, found, tiles, tokens, scale, window,
     q_head, q_token, k_head, k_token, v_head, v_token,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, LOOPS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of queries. ``rows`` ``[T, H, 2]``: to base 2 what ``divisors`` are, and each product of output
     and gradient."""
-    kv, own, other, shared, token, head, position, there = _query_tile(tiles, KV, GROUP, M)
-    dim, first, last = tl.arange(0, DIM), tl.min(position, 0), tl.max(position, 0)
+    kv, own, other, shared, token, head, position, there, first, last = _query_tile(tiles, KV, GROUP, M)
+    dim = tl.arange(0, DIM)
     q = tl.load(query + (token * q_token + head * q_head)[:, None] + dim[None, :])
     of_query = token * (KV * GROUP) + head
     to = of_query[:, None] * DIM + dim[None, :]
@@ -133,8 +140,8 @@ def _query_gradient(
     tl.store(rows + 2 * of_query, divisor, mask=there)
     tl.store(rows + 2 * of_query + 1, delta, mask=there)
     acc = tl.zeros([M, DIM], tl.float32)
-    begin, border = _keys_of(first, last, window, N, WINDOWED)
-    for masked in tl.static_range(WINDOWED, 2):
+    begin, border = _keys_of(first, window, N, WINDOWED, LOOPS)
+    for masked in tl.static_range(2 - LOOPS, 2):
         for start in tl.range(border if masked else begin, last + 1 if masked else border, N):
             at = start + tl.arange(0, N)
             where = _places(at, last, own, other, shared, masked)[:, None]
@@ -150,7 +157,8 @@ def _query_gradient(
 def _key_gradients(
     query, key, value, grad, rows, of_key, of_value, parts, tiles, tokens, scale, window, copies,
     q_head, q_token, k_head, k_token, v_head, v_token,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, LOOPS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of keys and what one sequence's queries add to its gradients: these, or the part of them."""
     item = tiles + (tl.program_id(0) // KV) * 7
@@ -173,8 +181,9 @@ def _key_gradients(
     border = tl.minimum(begin + tl.cdiv(border - begin, M) * M, end)
     if WINDOWED:
         end = tl.minimum(end, (position + keys - 1 + window - shared) * GROUP)
+    if LOOPS == 1:
         border = end
-    for late in tl.static_range(0, 2 - WINDOWED):
+    for late in tl.static_range(0, LOOPS):
         for start in tl.range(border if late else begin, end if late else border, M):
             row = start + line
             there, token = row < end, row // GROUP
@@ -256,7 +265,8 @@ class Row(NamedTuple):
                 KV=kv,
                 GROUP=heads // kv,
                 DIM=dim,
-                WINDOWED=int(self.window is not None),
+                WINDOWED=self.window is not None,
+                LOOPS=1 if self.window is not None else tile.loops,
                 M=tile.rows,
                 N=tile.keys,
                 num_warps=tile.warps,
