@@ -96,7 +96,7 @@ def test_random_rows(seed: int, small: None) -> None:
     kv, group, window = (
         draw.choice([1, 2]),
         draw.choice([1, 3, 7] if dim < 64 else [1, 2]),
-        draw.choice([None, None, 1, 5, 20]),
+        draw.choice([None, None, 1, 5, 20, 1000]),
     )
     tensors = normal(sequences, kv * group, kv, dim, seed)
     *found, divisors = by_tiles(sequences, tensors, dim**-0.5, window)

@@ -212,7 +212,7 @@ def _key_gradients(
         tl.store(of_key + to, key_acc.to(of_key.dtype.element_ty), mask=real)
         tl.store(of_value + to, value_acc.to(of_value.dtype.element_ty), mask=real)
     else:
-        to = ((slot + column) * KV + kv)[:, None] * DIM + dim[None, :]
+        to = ((slot + column).to(tl.int64) * KV + kv)[:, None] * DIM + dim[None, :]
         tl.store(parts + to, key_acc, mask=real)
         tl.store(parts + copies.to(tl.int64) * (KV * DIM) + to, value_acc, mask=real)
 
@@ -255,16 +255,15 @@ class Row(NamedTuple):
         """A program of ``kernel`` for each line of ``programs`` and each key head."""
         if not len(programs):
             return
-        _, heads, tokens, dim = self.query.shape
-        kv = self.key.shape[1]
+        tokens, kv = self.query.shape[2], self.key.shape[1]
         strides = [n for x in self[:3] for n in x.stride()[1:3]]
         with torch.cuda.device_of(self.query):
             kernel[(len(programs) * kv,)](
                 *(*self[:3], *tensors, programs, tokens, self.scaling * _LOG2_E.value, self.window or 0, *numbers),
                 *strides,
                 KV=kv,
-                GROUP=heads // kv,
-                DIM=dim,
+                GROUP=self.group,
+                DIM=self.query.shape[3],
                 WINDOWED=self.window is not None,
                 LOOPS=1 if self.window is not None else tile.loops,
                 M=tile.rows,
@@ -284,9 +283,8 @@ def make_row(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: 
 
 def forward(row: Row, programs: Tensor) -> tuple[Tensor, Tensor]:
     """``[1, T, H, D]``, and the logarithm of each softmax's divisor ``[H, T]``."""
-    _, heads, tokens, dim = row.query.shape
-    out = row.value.new_empty(1, tokens, heads, dim)
-    divisors = out.new_empty(heads, tokens, dtype=torch.float32)
+    out = torch.empty_like(row.query.transpose(1, 2), memory_format=torch.contiguous_format)
+    divisors = out.new_empty(row.query.shape[1:3], dtype=torch.float32)
     row.launch(_forward, programs, row.tiles.forward, (out, divisors))
     return out, divisors
 
@@ -301,7 +299,7 @@ def query_gradient(row: Row, out: Tensor, grad: Tensor, divisors: Tensor, progra
 def key_gradients(
     row: Row, grad: Tensor, rows: Tensor, programs: Tensor, sums: tuple[Tensor, Tensor, Tensor]
 ) -> list[Tensor]:
-    """Of keys and values ``[1, T, Hkv, D]``. ``sums``: of the tokens in common, see :class:`dapo.model.tiles.Sums`."""
+    """Of keys and values ``[1, T, Hkv, D]``. ``sums``: of the tokens in common, see :attr:`TiledLayout.sums`."""
     _, kv, tokens, dim = row.key.shape
     starts, order, places = sums
     found = [grad.new_empty(1, tokens, kv, dim) for _ in range(2)]

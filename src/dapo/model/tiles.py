@@ -39,7 +39,8 @@ class TiledLayout:
         self._other = self._own  # where the shared tokens begin
         self._lent = np.zeros_like(self._own)  # how many tokens at the start are others' too
         sharers = np.flatnonzero(self._shared)
-        if len(sharers) and place is not None:
+        if len(sharers):
+            assert place is not None
             first, places, count = starts_of(every)[asking][sharers], place.numpy(), self._shared[sharers]
             self._other = self._own.copy()
             self._other[sharers] = other = places[first]
@@ -57,7 +58,7 @@ class TiledLayout:
         """As :meth:`FlashLayout.forward`."""
         from dapo.model import tile_kernels as kernels  # needs Triton
 
-        row = kernels.make_row(query, key, value, scaling, window)
+        row = kernels.make_row(query, key, value, scaling, self._narrow(window))
         return kernels.forward(row, self.query_tiles(row.group, row.tiles.forward.rows))
 
     def backward(
@@ -74,7 +75,7 @@ class TiledLayout:
         """As :meth:`FlashLayout.backward`."""
         from dapo.model import tile_kernels as kernels
 
-        row, grad = kernels.make_row(query, key, value, scaling, window), grad.contiguous()
+        row, grad = kernels.make_row(query, key, value, scaling, self._narrow(window)), grad.contiguous()
         programs = self.query_tiles(row.group, row.tiles.queries.rows)
         of_query, rows = kernels.query_gradient(row, out, grad, divisors, programs)
         programs = self.key_tiles(row.tiles.keys.keys)
@@ -132,6 +133,10 @@ class TiledLayout:
         count = np.concatenate([self._lent[lent], self._shared[shared], (self._count - self._lent)[own]])
         slot = np.where(np.arange(len(number)) < len(number) - own.sum(), starts_of(count), -1)
         return number, position, here, count, slot
+
+    def _narrow(self, window: int | None) -> int | None:
+        """None where every sequence fits into the window: without one more scores need no mask."""
+        return window if window and window < (self._shared + self._count).max(initial=0) else None
 
     def _listed(self, columns: Sequence[IntArray], work: IntArray) -> Tensor:
         return upload(np.stack(columns, 1)[np.argsort(-work, kind="stable")].astype(np.int32), self._device)
