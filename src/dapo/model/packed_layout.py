@@ -7,31 +7,41 @@ gradients is computed by a program of its own, so that none has much more to do 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dapo.model.attention import AttentionSpec
 from dapo.model.placement import upload
 from dapo.records import IntArray, joined_ranges, starts_of
 
-DIMS = (16, 32, 64, 128)
+LARGEST_HEAD = 256
+OLDEST_CARD = (8, 0)  # compute capability: bfloat16 products and copies in the background, which a T4 or V100 lacks
 
 
-def tiles_can(query: Tensor, value: Tensor) -> bool:
-    """Whether these kernels compute what :func:`~dapo.model.flash.flash_can` says that kernels can."""
-    return query.shape[-1] in DIMS and max(query.numel(), value.numel()) < 2**31  # they count in 32 bits
+def kernels_can(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernels compute this: ``query`` and ``value`` ``[..., D]``; decided by card, type and shape alone."""
+    dim = query.shape[-1]
+    if not query.is_cuda or value.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if dim != value.shape[-1] or dim % 8 or dim > LARGEST_HEAD:
+        return False
+    if torch.cuda.get_device_capability(query.device) < OLDEST_CARD:
+        return False
+    return max(query.numel(), value.numel()) < 2**31  # they count in 32 bits
 
 
-class TiledLayout:
-    """Where the sequences of a packed row stand. Used as :class:`~dapo.model.flash.FlashLayout` is."""
+class PackedLayout:
+    """Where the sequences of a packed row stand."""
 
     def __init__(
         self, lengths: Sequence[int], shared: Sequence[int], place: Tensor | None, device: torch.device
     ) -> None:
-        """As there, with ``place`` on the host. Raises ValueError: shared tokens are not the first ones of a sequence
-        that itself shares none."""
+        """As :class:`~dapo.model.packed.PackedAttention`. Raises ValueError: shared tokens are not the first ones of a
+        sequence that itself shares none."""
         every, common = np.asarray(lengths, np.int64), np.asarray(shared, np.int64)
         asking = every > common
         self._shared, self._count = common[asking], (every - common)[asking]
@@ -52,30 +62,35 @@ class TiledLayout:
             np.maximum.at(self._lent, source, count)
         self._device, self._made = device, dict[tuple[int, ...], Tensor]()
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """As :meth:`FlashLayout.forward`."""
-        from dapo.model import tile_kernels as kernels  # needs Triton
+    def forward(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Causal attention without gradient.
 
-        row = kernels.make_row(query, key, value, scaling, self._narrow(window))
+        Args:
+            query: ``[1, H, T, D]``, of the T tokens of the row.
+            key, value: ``[1, Hkv, T, D]``.
+
+        Returns:
+            ``[1, T, H, D]``, and the logarithm of each softmax's divisor ``[H, T]``, float32.
+        """
+        from dapo.model import packed_kernels as kernels  # needs Triton
+
+        row = kernels.make_row(query, key, value, self._narrow(spec))
         return kernels.forward(row, self.query_tiles(row.group, row.tiles.forward.rows))
 
     def backward(
         self,
+        spec: AttentionSpec,
         grad: Tensor,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         out: Tensor,
         divisors: Tensor,
-        scaling: float,
-        window: int | None,
     ) -> tuple[Tensor, ...]:
-        """As :meth:`FlashLayout.backward`."""
-        from dapo.model import tile_kernels as kernels
+        """Gradients of query, key and value, shaped as these, from that of ``out``."""
+        from dapo.model import packed_kernels as kernels
 
-        row, grad = kernels.make_row(query, key, value, scaling, self._narrow(window)), grad.contiguous()
+        row, grad = kernels.make_row(query, key, value, self._narrow(spec)), grad.contiguous()
         programs = self.query_tiles(row.group, row.tiles.queries.rows)
         of_query, rows = kernels.query_gradient(row, out, grad, divisors, programs)
         programs = self.key_tiles(row.tiles.keys.keys)
@@ -134,9 +149,10 @@ class TiledLayout:
         slot = np.where(np.arange(len(number)) < len(number) - own.sum(), starts_of(count), -1)
         return number, position, here, count, slot
 
-    def _narrow(self, window: int | None) -> int | None:
-        """None where every sequence fits into the window: without one more scores need no mask."""
-        return window if window and window < (self._shared + self._count).max(initial=0) else None
+    def _narrow(self, spec: AttentionSpec) -> AttentionSpec:
+        """Without a window where every sequence fits into it: more scores need no mask."""
+        longest = (self._shared + self._count).max(initial=0)
+        return replace(spec, window=None) if spec.window and spec.window >= longest else spec
 
     def _listed(self, columns: Sequence[IntArray], work: IntArray) -> Tensor:
         return upload(np.stack(columns, 1)[np.argsort(-work, kind="stable")].astype(np.int32), self._device)
