@@ -94,9 +94,13 @@ class PackedAttention:
 
     @cached_property
     def _padded(self) -> _Padding:
-        """With the places in the row of all tokens of the sequences."""
+        return _Padding(self.lengths, self._shared, self._places)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """Where in the row each token of the sequences stands, on the device."""
         place = torch.arange(sum(self.lengths)) if self._place is None else self._place
-        return _Padding(self.lengths, self._shared, upload(place.numpy(), self._device))
+        return upload(place.numpy(), self._device)
 
 
 # --- as one operation ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ they are logarithms to base 2.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -283,8 +283,8 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have."""
     if device.type != "cuda":
         return ROOMY  # interpreted
-    memory: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return memory
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's types lack it
+    return int(properties.shared_memory_per_block_optin)
 
 
 class Row(NamedTuple):
@@ -303,7 +303,8 @@ class Row(NamedTuple):
     @property
     def wide(self) -> int:
         """Numbers of a head's row in a tile, of which products need 16."""
-        return max(16, triton.next_power_of_2(self.query.shape[3]))
+        power: int = triton.next_power_of_2(self.query.shape[3])
+        return max(16, power)
 
     @property
     def tiles(self) -> Tiles:
