@@ -83,6 +83,20 @@ def _keys_of(first, window, N: tl.constexpr, WINDOWED: tl.constexpr, LOOPS: tl.c
 
 
 @triton.jit
+def _rows_of(
+    first, keys, count, window, GROUP: tl.constexpr, M: tl.constexpr, WINDOWED: tl.constexpr, LOOPS: tl.constexpr
+):
+    """Of keys from the place ``first`` behind the shared tokens on: where the rows that see any of them begin, where
+    those that see all, and where they end."""
+    begin, end = tl.maximum(first, 0) * GROUP, count * GROUP
+    border = tl.maximum((first + keys - 1) * GROUP, begin)
+    border = tl.minimum(begin + tl.cdiv(border - begin, M) * M, end)
+    if WINDOWED:
+        end = tl.minimum(end, (first + keys - 1 + window) * GROUP)
+    return begin, border if LOOPS == 2 else end, end
+
+
+@triton.jit
 def _places(at, last, own, other, shared, MASKED: tl.constexpr):
     """Where in the row the keys at these places of a sequence stand; of those behind ``last`` its own."""
     at = tl.minimum(at, last) if MASKED else at
@@ -216,14 +230,7 @@ def _key_gradients(
     rows += 2 * first
     key_acc = tl.zeros([N, WIDE], tl.float32)
     value_acc = tl.zeros([N, WIDE], tl.float32)
-    begin = tl.maximum(position - shared, 0) * GROUP
-    end = count * GROUP
-    border = tl.maximum((position + keys - 1 - shared) * GROUP, begin)  # from here on all keys are seen
-    border = tl.minimum(begin + tl.cdiv(border - begin, M) * M, end)
-    if WINDOWED:
-        end = tl.minimum(end, (position + keys - 1 + window - shared) * GROUP)
-    if LOOPS == 1:
-        border = end
+    begin, border, end = _rows_of(position - shared, keys, count, window, GROUP, M, WINDOWED, LOOPS)
     for late in tl.static_range(0, LOOPS):
         for start in tl.range(border if late else begin, end if late else border, M):
             row = start + line
