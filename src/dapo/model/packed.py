@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from dapo.model.attention import AttentionSpec, attention_context, causal_attention, current_context
-from dapo.model.flash import FlashLayout, flash_can
+from dapo.model.packed_layout import PackedLayout, kernels_can
+from dapo.model.placement import upload
 
 
 class PackedAttention:
@@ -22,9 +23,9 @@ class PackedAttention:
 
     Sequences may share tokens of the row, such as the prompt of a group: then these are queries in one of them only.
 
-    On CUDA in half precision the kernels of :mod:`dapo.model.flash` take the row as it is. Elsewhere there is no such
-    kernel with a backward pass, so the sequences are padded here, inside the attention, and nowhere else. They are cut
-    into blocks of similar length, so that little of the work is padding.
+    On CUDA in half precision kernels take the row as it is (:mod:`dapo.model.packed_layout`). Elsewhere the sequences
+    are padded here, inside the attention, and nowhere else: in blocks of similar length, so that little of the work is
+    padding.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class PackedAttention:
         Args:
             lengths: of the sequences, in tokens.
             place: ``[sum(lengths)]``, where in the row each token of the sequences stands, these laid end to end; None:
-                in the same order.
+                in the same order. On the host.
             shared: how many tokens at the start of each sequence are those of another one, in whose places they stand.
         """
         self.lengths = lengths
@@ -54,7 +55,7 @@ class PackedAttention:
             raise ValueError(f"expected one row of {self._total} tokens, got {tuple(query.shape)}")
         # under autocast, rotary embedding leaves queries and keys in float32
         query, key = query.to(value.dtype), key.to(value.dtype)
-        if flash_can(query, value, spec.softcap):
+        if kernels_can(query, value):
             with attention_context(self):
                 found = opaque_packed_attention(query, key, value, spec.scaling, spec.window, spec.softcap)
             out: torch.Tensor = found[0]
@@ -65,8 +66,8 @@ class PackedAttention:
         self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`attend` without gradient: ``(out, what backward needs beside it)``."""
-        if flash_can(query, value, spec.softcap):
-            return self._flash.forward(query, key, value, spec.scaling, spec.window)
+        if kernels_can(query, value):
+            return self._tiled.forward(spec, query, key, value)
         out = self._padded.attend(spec, query, key, value).contiguous()
         return out, query.new_empty(query.shape[1], 0, dtype=torch.float32)
 
@@ -81,20 +82,25 @@ class PackedAttention:
         saved: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Gradients of :meth:`forward`, whose results are ``out`` and ``saved``; padded blocks are computed again."""
-        if flash_can(query, value, spec.softcap):
-            return self._flash.backward(grad, query, key, value, out, saved, spec.scaling, spec.window)
+        if kernels_can(query, value):
+            return self._tiled.backward(spec, grad, query, key, value, out, saved)
         vjp: Any = torch.func.vjp  # autograd itself does not record inside of an operation
         grads: tuple[torch.Tensor, ...] = vjp(partial(self._padded.attend, spec), query, key, value)[1](grad)
         return grads
 
     @cached_property
-    def _flash(self) -> FlashLayout:
-        return FlashLayout(self.lengths, self._shared, self._place, self._device)
+    def _tiled(self) -> PackedLayout:
+        return PackedLayout(self.lengths, self._shared, self._place, self._device)
 
     @cached_property
     def _padded(self) -> _Padding:
-        place = torch.arange(sum(self.lengths), device=self._device) if self._place is None else self._place
-        return _Padding(self.lengths, self._shared, place)
+        return _Padding(self.lengths, self._shared, self._places)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """Where in the row each token of the sequences stands, on the device."""
+        place = torch.arange(sum(self.lengths)) if self._place is None else self._place
+        return upload(place.numpy(), self._device)
 
 
 # --- as one operation ---------------------------------------------------------------------------------------------
@@ -136,7 +142,7 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, heads, tokens, dim = query.shape
     out = value.new_empty(batch, tokens, heads, dim)
-    saved = query.new_empty(heads, tokens if flash_can(query, value, softcap) else 0, dtype=torch.float32)
+    saved = query.new_empty(heads, tokens if kernels_can(query, value) else 0, dtype=torch.float32)
     return out, saved, torch.empty((), dtype=torch.int64, device="cpu")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from dapo.config import Config
@@ -99,3 +100,11 @@ def set_threads(config: Config, model: Any) -> None:
     small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
     torch.set_num_threads(config.runtime.threads or (1 if small else cores))
     keep_freed_memory()
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """``array`` on ``device``. From pageable memory the copy would wait for all that the GPU has still to do."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -11,8 +11,8 @@ import torch
 
 from dapo.algorithm.preference import LabelledTokens, RankedTokens
 from dapo.data.examples import Example
+from dapo.model.placement import upload
 from dapo.records import FloatArray, TokenBatch
-from dapo.training.micro_batch import upload
 from dapo.training.packing import pack_demonstrations
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from dapo.data.examples import Example, conversation
+from dapo.model.placement import upload
 from dapo.records import TokenBatch
 from dapo.stages.batches import demonstrations as demonstration_batch
 from dapo.stages.stage import PolicyStage, in_parts
-from dapo.training.micro_batch import upload
 from dapo.training.trainer import Trainer
 from dapo.training.update_report import UpdateReport
 

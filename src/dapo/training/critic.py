@@ -18,10 +18,11 @@ from dapo.errors import ModelError
 from dapo.model.adapters import has_adapter
 from dapo.model.classifier import as_classifier
 from dapo.model.loading import context_limit, copy_model, load_tokenizer
+from dapo.model.placement import upload
 from dapo.records import FloatArray, TokenBatch, starts_of
 from dapo.training.base_learner import Watched
 from dapo.training.checkpoint import read_into
-from dapo.training.micro_batch import MicroBatch, upload
+from dapo.training.micro_batch import MicroBatch
 from dapo.training.parallel.holding import MODEL, Parameters, Replica
 from dapo.training.parallel.ranks import Ranks
 from dapo.training.scores import ScorePolicy, load_classifier, score_trainer

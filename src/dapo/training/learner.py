@@ -31,11 +31,10 @@ from dapo.algorithm.objective import (
 from dapo.config import AlgorithmConfig, Config
 from dapo.config.user_parts import own_part
 from dapo.errors import ConfigError
-from dapo.model.placement import device_of
+from dapo.model.placement import device_of, upload
 from dapo.records import TokenBatch
 from dapo.training.base_learner import BaseLearner, Watched
 from dapo.training.critic import Critic
-from dapo.training.micro_batch import upload
 from dapo.training.objective_protocol import Objective, Unit, unit_of
 from dapo.training.policy import Policy
 from dapo.training.reference import reference_policy

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from dapo.model.placement import upload
 from dapo.records import IntArray, TokenBatch, joined_ranges, starts_of
 from dapo.training.packing import cut
 
@@ -29,7 +29,7 @@ class MicroBatch:
         index: ``[R]``: where their response tokens stand in the batch that this is a part of.
         row_ids: ``[U]``: the tokens of the row, in which the prompt of a group stands once.
         row_positions: ``[U]``: place of each in its own sequence, from 0.
-        place: ``[T]``: where in the row each token stands.
+        place: ``[T]``: where in the row each token stands; on the host.
         shared: for each sequence, how many tokens of it, its prompt or none, stand in the place of another's.
         predictors: ``[R]``: where in the row the token stands whose hidden state predicts each response token.
         targets: ``[R]``: the response tokens.
@@ -75,7 +75,7 @@ def micro_batch(whole: TokenBatch, sequences: IntArray, device: torch.device) ->
         index=upload(whole.response_index(sequences), device),
         row_ids=upload(batch.token_ids[own], device),
         row_positions=upload(positions[own], device),
-        place=upload(place, device),
+        place=torch.from_numpy(place),
         shared=shared.tolist(),
         predictors=upload(place[predictors], device),
         targets=upload(batch.token_ids[predictors + 1], device),
@@ -126,11 +126,3 @@ def select_tokens(record: Record, index: torch.Tensor) -> Record:
     values = {field.name: getattr(record, field.name) for field in fields(record)}  # type: ignore[arg-type]
     cut = {name: value[index] for name, value in values.items() if isinstance(value, torch.Tensor)}
     return replace(record, **cut)  # type: ignore[type-var]
-
-
-def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """``array`` on ``device``. From pageable memory the copy would wait for all that the GPU has still to do."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

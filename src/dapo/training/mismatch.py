@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from dapo.algorithm.kl import kl_estimate
+from dapo.model.placement import upload
 from dapo.records import TokenBatch
-from dapo.training.micro_batch import upload
 from dapo.training.update_report import Mismatch
 
 TAIL = (0.9, 1.1)

@@ -64,7 +64,7 @@ class RowAttention(PackedAttention):
         sequence = torch.arange(len(lengths), device=self._device).repeat_interleave(lengths)
         token = torch.arange(len(sequence), device=self._device)
         inside = token - (lengths.cumsum(0) - lengths)[sequence]
-        return sequence, inside, token if self._place is None else self._place
+        return sequence, inside, self._places
 
     def _over_rows(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """On a CPU, sequence by sequence."""
