@@ -68,9 +68,11 @@ def test_worked_example():
     batch = packed([group, other])
     part = whole(batch)
     assert batch.token_ids.tolist() == [5, 6, 7, 8, 9, 9, 1, 1, 2]
-    assert part.row_ids.tolist() == [5, 6, 7, 8, 9, 1, 1, 2]  # the prompt [9] of two samples is computed once
-    assert part.row_positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert part.predictors.tolist() == [1, 2, 4, 5, 6]
+    # the prompt [9] of two samples is computed once, and the last token of a response, 8 and 2, not at all
+    assert part.row_ids.tolist() == [5, 6, 7, 9, 1, 1]
+    assert part.row_positions.tolist() == [0, 1, 2, 0, 1, 2]
+    assert part.lengths == [3, 1, 3]
+    assert part.predictors.tolist() == [1, 2, 3, 4, 5]
     assert part.targets.tolist() == [7, 8, 1, 1, 2]
     assert batch.behaviour_logprobs.tolist() == [-0.5, -0.25, -1, -1, -1]
     assert batch.columns["advantages"].tolist() == [2, 2, -1, -1, -1]
@@ -238,17 +240,21 @@ def test_groups_per_update_is_checked():
 
 
 def test_the_model_row_holds_a_shared_prompt_once():
-    """Draw 0: prompt of 3 with responses of 2 and 1; draw 1, whose samples lie apart, prompt of 2 with 1 and 1."""
-    shape = [(3, [2, 1]), (2, [1, 1])]
+    """Draw 0: prompt of 3 with responses of 3 and 2; draw 1, whose samples lie apart, prompt of 2 with 2 and 1."""
+    shape = [(3, [3, 2]), (2, [2, 1])]
     batch = pack(random_groups(shape)).select(np.array([2, 0, 3, 1]))
     part = whole(batch)
+    # the last token of a response predicts nothing; one of a single token is computed, as each sequence has a query
     assert part.num_computed_tokens == (3 + 2 + 1) + (2 + 1 + 1)
-    assert part.row_ids[part.place].tolist() == batch.token_ids.tolist()  # every token finds itself
-    places = np.split(part.place.numpy(), np.cumsum(batch.lengths)[:-1])
+    assert part.lengths == [3, 5, 3, 4]
+    tokens = np.split(batch.token_ids, np.cumsum(batch.lengths)[:-1])
+    every = np.concatenate([ids[:n] for ids, n in zip(tokens, part.lengths, strict=True)])
+    assert part.row_ids[part.place].tolist() == every.tolist()  # every token finds itself
+    places = np.split(part.place.numpy(), np.cumsum(part.lengths)[:-1])
     assert places[0][:2].tolist() == places[2][:2].tolist()  # the prompt of draw 1
     assert places[1][:3].tolist() == places[3][:3].tolist()
     responses = [p[n:] for p, n in zip(places, batch.prompt_lengths, strict=True)]
-    assert len(np.unique(np.concatenate(responses))) == batch.num_response_tokens
+    assert len(np.unique(np.concatenate(responses))) == 2 + 1 + 1 + 1
 
 
 def test_demonstrations_share_nothing():

@@ -25,7 +25,7 @@ OLDEST_CARD = (8, 0)  # compute capability: bfloat16 products and copies in the 
 def kernels_can(query: Tensor, value: Tensor) -> bool:
     """Whether the kernels compute this: ``query`` and ``value`` ``[..., D]``; decided by card, type and shape alone."""
     dim = query.shape[-1]
-    if not query.is_cuda or value.dtype not in (torch.bfloat16, torch.float16):
+    if not query.is_cuda or torch.version.hip or value.dtype not in (torch.bfloat16, torch.float16):
         return False
     if dim != value.shape[-1] or dim % 8 or dim > LARGEST_HEAD:
         return False

@@ -22,14 +22,17 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """S sequences with T tokens, R of them in responses, and the row of U <= T tokens that the model computes.
+    """S sequences with T tokens, R of them in responses, and the row of U < T tokens that the model computes.
+
+    The last token of a response is not among them: it predicts nothing, and no other attends to it.
 
     Attributes:
         batch: the sequences, on the host.
         index: ``[R]``: where their response tokens stand in the batch that this is a part of.
         row_ids: ``[U]``: the tokens of the row, in which the prompt of a group stands once.
         row_positions: ``[U]``: place of each in its own sequence, from 0.
-        place: ``[T]``: where in the row each token stands; on the host.
+        lengths: of the sequences, as far as they are computed.
+        place: ``[sum(lengths)]``: where in the row each of these tokens stands; on the host.
         shared: for each sequence, how many tokens of it, its prompt or none, stand in the place of another's.
         predictors: ``[R]``: where in the row the token stands whose hidden state predicts each response token.
         targets: ``[R]``: the response tokens.
@@ -40,6 +43,7 @@ class MicroBatch:
     index: torch.Tensor
     row_ids: torch.Tensor
     row_positions: torch.Tensor
+    lengths: Sequence[int]
     place: torch.Tensor
     shared: Sequence[int]
     predictors: torch.Tensor
@@ -64,8 +68,12 @@ def micro_batch(whole: TokenBatch, sequences: IntArray, device: torch.device) ->
     first = batch.prompt_numbers
     shared = np.where(first == np.arange(batch.num_samples), 0, batch.prompt_lengths)
     elsewhere = joined_ranges(starts, shared)
-    source, own = np.arange(batch.num_tokens), np.ones(batch.num_tokens, dtype=np.bool_)
+    # a response of one token stays whole: each sequence has a query of its own
+    lengths = batch.lengths - (batch.response_lengths > 1)
+    computed = joined_ranges(starts, lengths)
+    source, own = np.arange(batch.num_tokens), np.zeros(batch.num_tokens, dtype=np.bool_)
     source[elsewhere] = joined_ranges(starts[first], shared)
+    own[computed] = True
     own[elsewhere] = False
     place = (np.cumsum(own) - 1)[source]
     positions = joined_ranges(np.zeros_like(batch.lengths), batch.lengths)
@@ -75,7 +83,8 @@ def micro_batch(whole: TokenBatch, sequences: IntArray, device: torch.device) ->
         index=upload(whole.response_index(sequences), device),
         row_ids=upload(batch.token_ids[own], device),
         row_positions=upload(positions[own], device),
-        place=torch.from_numpy(place),
+        lengths=lengths.tolist(),
+        place=torch.from_numpy(place[computed]),
         shared=shared.tolist(),
         predictors=upload(place[predictors], device),
         targets=upload(batch.token_ids[predictors + 1], device),

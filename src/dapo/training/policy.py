@@ -68,7 +68,7 @@ class Policy:
             row_invariant(exact),
         ):
             attention = self.attention or PackedAttention
-            context = attention(part.batch.lengths.tolist(), part.row_ids.device, part.place, part.shared)
+            context = attention(part.lengths, part.row_ids.device, part.place, part.shared)
             hidden = hidden_states(self.model, part.row_ids, part.row_positions, context)
         # index_select and not hidden[...]: it copies whole rows, in half the time on CPU
         return hidden.index_select(0, part.predictors)

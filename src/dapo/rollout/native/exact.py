@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dapo.config import Config
 from dapo.model.attention import AttentionSpec, attention_context, seen_keys
-from dapo.model.flash import flash_can
+from dapo.model.packed_layout import kernels_can
 from dapo.model.packed import PackedAttention, opaque_packed_attention
 from dapo.rollout.native.paged.attention import attend, store
 from dapo.rollout.native.paged.pool import Pool, PoolShape
@@ -54,7 +54,7 @@ class RowAttention(PackedAttention):
         saved: Tensor,
     ) -> tuple[Tensor, ...]:
         """Of the ordinary attention, which is computed once more for it."""
-        found = super().forward(spec, query, key, value) if flash_can(query, value, spec.softcap) else (out, saved)
+        found = super().forward(spec, query, key, value) if kernels_can(query, value) else (out, saved)
         return super().backward(spec, grad, query, key, value, *found)
 
     @cached_property
