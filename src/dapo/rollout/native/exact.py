@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dapo.config import Config
 from dapo.model.attention import AttentionSpec, attention_context, seen_keys
-from dapo.model.packed_layout import kernels_can
 from dapo.model.packed import PackedAttention, opaque_packed_attention
+from dapo.model.packed_layout import kernels_can
 from dapo.rollout.native.paged.attention import attend, store
 from dapo.rollout.native.paged.pool import Pool, PoolShape
 
