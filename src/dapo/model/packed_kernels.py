@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 TILES = {
     64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3, 168)),
     128: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    256: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)),
 }
 """By the widest heads they are for, on cards with ROOMY bytes of shared memory for a program or more (A100, H100)."""
 
