@@ -363,16 +363,8 @@ def test_reference_pages_are_what_the_code_says(page: str) -> None:
 # --- the first page, and the page for those who come from elsewhere ---------------------------------------------------
 
 
-def test_the_first_page_is_short_and_quotes_no_comparison_that_another_page_calls_void() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.split()) < 900
-    rollout = re.search(r"^## Rollout of a real model, against vLLM$.*?^## ", _page("performance"), re.M | re.S)
-    assert rollout and "void" in rollout[0]
-    tokens = re.findall(r"\b\d{2,3},\d{3}\b", rollout[0])
-    quoted = [
-        f for number in tokens for f in (number, f"{round(int(number.replace(',', '')), -3) // 1000}k") if f in text
-    ]
-    assert tokens and not quoted
+def test_the_first_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 900
 
 
 def _page(name: str) -> str:
