@@ -63,8 +63,9 @@ def by_kernels(sequences: Sequences, tensors: list[Tensor], spec: AttentionSpec)
     *row, grad = tensors
     lengths, shared, place = sequences
     layout = PackedLayout(lengths, shared, torch.tensor(place), DEVICE)
-    out, divisors = layout.forward(spec, row[0], row[1], row[2])
-    return [out, *layout.backward(spec, grad, row[0], row[1], row[2], out, divisors), divisors]
+    out, divisors = packed_kernels.forward(layout, spec, row[0], row[1], row[2])
+    found = packed_kernels.backward(layout, spec, grad, row[0], row[1], row[2], out, divisors)
+    return [out, *found, divisors]
 
 
 def attended(sequences: Sequences, tensors: list[Tensor], spec: AttentionSpec) -> list[Tensor]:

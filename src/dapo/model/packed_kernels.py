@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dapo.model.attention import AttentionSpec
+from dapo.model.packed_layout import PackedLayout
 
 
 class Tile(NamedTuple):
@@ -347,33 +348,53 @@ def make_row(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> 
     return Row(first, second, third, spec)
 
 
-def forward(row: Row, programs: Tensor) -> tuple[Tensor, Tensor]:
-    """``[1, T, H, D]``, and the logarithm of each softmax's divisor ``[H, T]``."""
-    out = torch.empty_like(row.query.transpose(1, 2), memory_format=torch.contiguous_format)
-    divisors = out.new_empty(row.query.shape[1:3], dtype=torch.float32)
-    row.launch(_forward, programs, row.tiles.forward, (out, divisors))
+def forward(
+    layout: PackedLayout, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Causal attention without gradient.
+
+    Args:
+        query: ``[1, H, T, D]``, of the T tokens of the row.
+        key, value: ``[1, Hkv, T, D]``.
+
+    Returns:
+        ``[1, T, H, D]``, and the logarithm of each softmax's divisor ``[H, T]``, float32.
+    """
+    row = make_row(query, key, value, layout.narrow(spec))
+    out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    divisors = out.new_empty(query.shape[1:3], dtype=torch.float32)
+    tile = row.tiles.forward
+    row.launch(_forward, layout.query_tiles(row.group, tile.rows), tile, (out, divisors))
     return out, divisors
 
 
-def query_gradient(row: Row, out: Tensor, grad: Tensor, divisors: Tensor, programs: Tensor) -> tuple[Tensor, Tensor]:
-    """``[1, T, H, D]``, and ``rows`` ``[T, H, 2]``, which :func:`key_gradients` needs."""
-    found, rows = torch.empty_like(out), divisors.new_empty(*out.shape[1:3], 2)
-    row.launch(_query_gradient, programs, row.tiles.queries, (out, grad, divisors, rows, found))
-    return found, rows
+def backward(
+    layout: PackedLayout,
+    spec: AttentionSpec,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    divisors: Tensor,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, shaped as these, from that of ``out``."""
+    row, grad = make_row(query, key, value, layout.narrow(spec)), grad.contiguous()
+    of_query, rows = torch.empty_like(out), divisors.new_empty(*out.shape[1:3], 2)
+    tile = row.tiles.queries
+    tensors = (out, grad, divisors, rows, of_query)
+    row.launch(_query_gradient, layout.query_tiles(row.group, tile.rows), tile, tensors)
 
-
-def key_gradients(
-    row: Row, grad: Tensor, rows: Tensor, programs: Tensor, sums: tuple[Tensor, Tensor, Tensor]
-) -> list[Tensor]:
-    """Of keys and values ``[1, T, Hkv, D]``. ``sums``: of the tokens in common, see :attr:`PackedLayout.sums`."""
-    _, kv, tokens, dim = row.key.shape
-    starts, order, places = sums
-    found = [grad.new_empty(1, tokens, kv, dim) for _ in range(2)]
+    _, kv, tokens, dim = key.shape
+    starts, order, places = layout.sums
+    of_key, of_value = (grad.new_empty(1, tokens, kv, dim) for _ in range(2))
     parts = grad.new_empty(2, len(order), kv, dim, dtype=torch.float32)
-    row.launch(_key_gradients, programs, row.tiles.keys, (grad, rows, *found, parts), (len(order),))
+    tile = row.tiles.keys
+    given = (grad, rows, of_key, of_value, parts)
+    row.launch(_key_gradients, layout.key_tiles(tile.keys), tile, given, (len(order),))
     if len(places):
         width = kv * dim
         with torch.cuda.device_of(grad):
             sizes = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "num_warps": 4}
-            _add_up[(len(places),)](parts, starts, order, places, *found, len(order), **sizes)
-    return found
+            _add_up[(len(places),)](parts, starts, order, places, of_key, of_value, len(order), **sizes)
+    return tuple(g.transpose(1, 2) for g in (of_query, of_key, of_value))
