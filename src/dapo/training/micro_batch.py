@@ -68,8 +68,7 @@ def micro_batch(whole: TokenBatch, sequences: IntArray, device: torch.device) ->
     first = batch.prompt_numbers
     shared = np.where(first == np.arange(batch.num_samples), 0, batch.prompt_lengths)
     elsewhere = joined_ranges(starts, shared)
-    # a response of one token stays whole: each sequence has a query of its own
-    lengths = batch.lengths - (batch.response_lengths > 1)
+    lengths = batch.lengths - (batch.response_lengths > 0)
     computed = joined_ranges(starts, lengths)
     source, own = np.arange(batch.num_tokens), np.zeros(batch.num_tokens, dtype=np.bool_)
     source[elsewhere] = joined_ranges(starts[first], shared)
