@@ -244,9 +244,9 @@ def test_the_model_row_holds_a_shared_prompt_once():
     shape = [(3, [3, 2]), (2, [2, 1])]
     batch = pack(random_groups(shape)).select(np.array([2, 0, 3, 1]))
     part = whole(batch)
-    # the last token of a response predicts nothing; one of a single token is computed, as each sequence has a query
-    assert part.num_computed_tokens == (3 + 2 + 1) + (2 + 1 + 1)
-    assert part.lengths == [3, 5, 3, 4]
+    # the last token of a response predicts nothing, so that of one token is not computed
+    assert part.num_computed_tokens == (3 + 2 + 1) + (2 + 1 + 0)
+    assert part.lengths == [3, 5, 2, 4]
     tokens = np.split(batch.token_ids, np.cumsum(batch.lengths)[:-1])
     every = np.concatenate([ids[:n] for ids, n in zip(tokens, part.lengths, strict=True)])
     assert part.row_ids[part.place].tolist() == every.tolist()  # every token finds itself
@@ -254,12 +254,12 @@ def test_the_model_row_holds_a_shared_prompt_once():
     assert places[0][:2].tolist() == places[2][:2].tolist()  # the prompt of draw 1
     assert places[1][:3].tolist() == places[3][:3].tolist()
     responses = [p[n:] for p, n in zip(places, batch.prompt_lengths, strict=True)]
-    assert len(np.unique(np.concatenate(responses))) == 2 + 1 + 1 + 1
+    assert len(np.unique(np.concatenate(responses))) == 2 + 1 + 1
 
 
 def test_demonstrations_share_nothing():
     batch = pack_demonstrations([((5, 6), (7,)), ((5, 6), (8,))])
-    assert whole(batch).place.tolist() == list(range(6))
+    assert whole(batch).place.tolist() == list(range(4))  # a response of one token predicts nothing
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "constant"])

@@ -20,7 +20,10 @@ class PythonTool:
 
     def python(self, code: str) -> str:
         """Run a Python program and return what it prints.
-        ``code``: the program. Nothing of an earlier one is left."""
+
+        Args:
+            code: The program. Nothing of an earlier one is left.
+        """  # the tool's schema is made of it
         return run_python(code)
 
 

@@ -67,7 +67,9 @@ class PackedAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`attend` without gradient: ``(out, what backward needs beside it)``."""
         if kernels_can(query, value):
-            return self._tiled.forward(spec, query, key, value)
+            from dapo.model import packed_kernels  # needs Triton
+
+            return packed_kernels.forward(self._tiled, spec, query, key, value)
         out = self._padded.attend(spec, query, key, value).contiguous()
         return out, query.new_empty(query.shape[1], 0, dtype=torch.float32)
 
@@ -83,7 +85,9 @@ class PackedAttention:
     ) -> tuple[torch.Tensor, ...]:
         """Gradients of :meth:`forward`, whose results are ``out`` and ``saved``; padded blocks are computed again."""
         if kernels_can(query, value):
-            return self._tiled.backward(spec, grad, query, key, value, out, saved)
+            from dapo.model import packed_kernels
+
+            return packed_kernels.backward(self._tiled, spec, grad, query, key, value, out, saved)
         vjp: Any = torch.func.vjp  # autograd itself does not record inside of an operation
         grads: tuple[torch.Tensor, ...] = vjp(partial(self._padded.attend, spec), query, key, value)[1](grad)
         return grads

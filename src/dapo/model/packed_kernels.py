@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dapo.model.attention import AttentionSpec
+from dapo.model.packed_layout import PackedLayout
 
 
 class Tile(NamedTuple):
@@ -32,8 +33,6 @@ class Tile(NamedTuple):
     stages: int
     registers: int | None = None
     """Of a thread at most, so that more programs fit a processor; None: as many as the compiler likes."""
-    loops: int = 2
-    """2: scores that no mask concerns have a loop of their own."""
 
 
 class Tiles(NamedTuple):
@@ -75,25 +74,23 @@ def _query_tile(tiles, KV: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _keys_of(first, window, N: tl.constexpr, WINDOWED: tl.constexpr, LOOPS: tl.constexpr):
+def _keys_of(first, window, N: tl.constexpr, WINDOWED: tl.constexpr):
     """Of queries from the place ``first`` of a sequence on: where the keys that any of them sees begin, and where those
-    that not all of them see."""
+    that need a mask, because not all of them see them. With a window all do."""
     begin = tl.maximum(first + 1 - window, 0) if WINDOWED else first * 0
-    return begin, (first + 1) // N * N if LOOPS == 2 else begin
+    return begin, begin if WINDOWED else (first + 1) // N * N
 
 
 @triton.jit
-def _rows_of(
-    first, keys, count, window, GROUP: tl.constexpr, M: tl.constexpr, WINDOWED: tl.constexpr, LOOPS: tl.constexpr
-):
+def _rows_of(first, keys, count, window, GROUP: tl.constexpr, M: tl.constexpr, WINDOWED: tl.constexpr):
     """Of keys from the place ``first`` behind the shared tokens on: where the rows that see any of them begin, where
-    those that see all, and where they end."""
+    those that need no mask, because they see all, and where they end. With a window all need one."""
     begin, end = tl.maximum(first, 0) * GROUP, count * GROUP
     border = tl.maximum((first + keys - 1) * GROUP, begin)
     border = tl.minimum(begin + tl.cdiv(border - begin, M) * M, end)
     if WINDOWED:
         end = tl.minimum(end, (first + keys - 1 + window) * GROUP)
-    return begin, border if LOOPS == 2 else end, end
+    return begin, end if WINDOWED else border, end
 
 
 @triton.jit
@@ -144,7 +141,7 @@ def _forward(
     query, key, value, out, divisors, tiles, tokens, scale, inner, window,
     q_head, q_token, k_head, k_token, v_head, v_token,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, LOOPS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOWED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of queries."""
     kv, own, other, shared, token, head, position, there, first, last = _query_tile(tiles, KV, GROUP, M)
@@ -153,8 +150,8 @@ def _forward(
     highest = tl.full([M], -1e30, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, WIDE], tl.float32)
-    begin, border = _keys_of(first, window, N, WINDOWED, LOOPS)
-    for masked in tl.static_range(2 - LOOPS, 2):
+    begin, border = _keys_of(first, window, N, WINDOWED)
+    for masked in tl.static_range(WINDOWED, 2):
         for start in tl.range(border if masked else begin, last + 1 if masked else border, N):
             at = start + tl.arange(0, N)
             where = _places(at, last, own, other, shared, masked)[:, None]
@@ -177,7 +174,7 @@ def _query_gradient(
     query, key, value, out, grad, divisors, rows, found, tiles, tokens, scale, inner, window,
     q_head, q_token, k_head, k_token, v_head, v_token,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, LOOPS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOWED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of queries. ``rows`` ``[T, H, 2]``: to base 2 what ``divisors`` are, and each product of output
     and gradient."""
@@ -192,8 +189,8 @@ def _query_gradient(
     tl.store(rows + 2 * of_query, divisor, mask=there)
     tl.store(rows + 2 * of_query + 1, delta, mask=there)
     acc = tl.zeros([M, WIDE], tl.float32)
-    begin, border = _keys_of(first, window, N, WINDOWED, LOOPS)
-    for masked in tl.static_range(2 - LOOPS, 2):
+    begin, border = _keys_of(first, window, N, WINDOWED)
+    for masked in tl.static_range(WINDOWED, 2):
         for start in tl.range(border if masked else begin, last + 1 if masked else border, N):
             at = start + tl.arange(0, N)
             where = _places(at, last, own, other, shared, masked)[:, None]
@@ -213,7 +210,7 @@ def _key_gradients(
     query, key, value, grad, rows, of_key, of_value, parts, tiles, tokens, scale, inner, window, copies,
     q_head, q_token, k_head, k_token, v_head, v_token,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, LOOPS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOWED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of keys and what one sequence's queries add to its gradients: these, or the part of them."""
     item = tiles + (tl.program_id(0) // KV) * 7
@@ -230,8 +227,8 @@ def _key_gradients(
     rows += 2 * first
     key_acc = tl.zeros([N, WIDE], tl.float32)
     value_acc = tl.zeros([N, WIDE], tl.float32)
-    begin, border, end = _rows_of(position - shared, keys, count, window, GROUP, M, WINDOWED, LOOPS)
-    for late in tl.static_range(0, LOOPS):
+    begin, border, end = _rows_of(position - shared, keys, count, window, GROUP, M, WINDOWED)
+    for late in tl.static_range(0, 2 - WINDOWED):
         for start in tl.range(border if late else begin, end if late else border, M):
             row = start + line
             there, token = row < end, row // GROUP
@@ -336,7 +333,6 @@ class Row(NamedTuple):
                 WIDE=self.wide,
                 CAPPED=cap is not None,
                 WINDOWED=window is not None,
-                LOOPS=tile.loops if window is None else 1,
                 M=tile.rows,
                 N=tile.keys,
                 num_warps=tile.warps,
@@ -352,33 +348,53 @@ def make_row(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> 
     return Row(first, second, third, spec)
 
 
-def forward(row: Row, programs: Tensor) -> tuple[Tensor, Tensor]:
-    """``[1, T, H, D]``, and the logarithm of each softmax's divisor ``[H, T]``."""
-    out = torch.empty_like(row.query.transpose(1, 2), memory_format=torch.contiguous_format)
-    divisors = out.new_empty(row.query.shape[1:3], dtype=torch.float32)
-    row.launch(_forward, programs, row.tiles.forward, (out, divisors))
+def forward(
+    layout: PackedLayout, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Causal attention without gradient.
+
+    Args:
+        query: ``[1, H, T, D]``, of the T tokens of the row.
+        key, value: ``[1, Hkv, T, D]``.
+
+    Returns:
+        ``[1, T, H, D]``, and the logarithm of each softmax's divisor ``[H, T]``, float32.
+    """
+    row = make_row(query, key, value, layout.narrow(spec))
+    out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    divisors = out.new_empty(query.shape[1:3], dtype=torch.float32)
+    tile = row.tiles.forward
+    row.launch(_forward, layout.query_tiles(row.group, tile.rows), tile, (out, divisors))
     return out, divisors
 
 
-def query_gradient(row: Row, out: Tensor, grad: Tensor, divisors: Tensor, programs: Tensor) -> tuple[Tensor, Tensor]:
-    """``[1, T, H, D]``, and ``rows`` ``[T, H, 2]``, which :func:`key_gradients` needs."""
-    found, rows = torch.empty_like(out), divisors.new_empty(*out.shape[1:3], 2)
-    row.launch(_query_gradient, programs, row.tiles.queries, (out, grad, divisors, rows, found))
-    return found, rows
+def backward(
+    layout: PackedLayout,
+    spec: AttentionSpec,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    divisors: Tensor,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, shaped as these, from that of ``out``."""
+    row, grad = make_row(query, key, value, layout.narrow(spec)), grad.contiguous()
+    of_query, rows = torch.empty_like(out), divisors.new_empty(*out.shape[1:3], 2)
+    tile = row.tiles.queries
+    tensors = (out, grad, divisors, rows, of_query)
+    row.launch(_query_gradient, layout.query_tiles(row.group, tile.rows), tile, tensors)
 
-
-def key_gradients(
-    row: Row, grad: Tensor, rows: Tensor, programs: Tensor, sums: tuple[Tensor, Tensor, Tensor]
-) -> list[Tensor]:
-    """Of keys and values ``[1, T, Hkv, D]``. ``sums``: of the tokens in common, see :attr:`PackedLayout.sums`."""
-    _, kv, tokens, dim = row.key.shape
-    starts, order, places = sums
-    found = [grad.new_empty(1, tokens, kv, dim) for _ in range(2)]
+    _, kv, tokens, dim = key.shape
+    starts, order, places = layout.sums
+    of_key, of_value = (grad.new_empty(1, tokens, kv, dim) for _ in range(2))
     parts = grad.new_empty(2, len(order), kv, dim, dtype=torch.float32)
-    row.launch(_key_gradients, programs, row.tiles.keys, (grad, rows, *found, parts), (len(order),))
+    tile = row.tiles.keys
+    given = (grad, rows, of_key, of_value, parts)
+    row.launch(_key_gradients, layout.key_tiles(tile.keys), tile, given, (len(order),))
     if len(places):
         width = kv * dim
         with torch.cuda.device_of(grad):
             sizes = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "num_warps": 4}
-            _add_up[(len(places),)](parts, starts, order, places, *found, len(order), **sizes)
-    return found
+            _add_up[(len(places),)](parts, starts, order, places, of_key, of_value, len(order), **sizes)
+    return tuple(g.transpose(1, 2) for g in (of_query, of_key, of_value))

@@ -62,40 +62,10 @@ class PackedLayout:
             np.maximum.at(self._lent, source, count)
         self._device, self._made = device, dict[tuple[int, ...], Tensor]()
 
-    def forward(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Causal attention without gradient.
-
-        Args:
-            query: ``[1, H, T, D]``, of the T tokens of the row.
-            key, value: ``[1, Hkv, T, D]``.
-
-        Returns:
-            ``[1, T, H, D]``, and the logarithm of each softmax's divisor ``[H, T]``, float32.
-        """
-        from dapo.model import packed_kernels as kernels  # needs Triton
-
-        row = kernels.make_row(query, key, value, self._narrow(spec))
-        return kernels.forward(row, self.query_tiles(row.group, row.tiles.forward.rows))
-
-    def backward(
-        self,
-        spec: AttentionSpec,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        divisors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Gradients of query, key and value, shaped as these, from that of ``out``."""
-        from dapo.model import packed_kernels as kernels
-
-        row, grad = kernels.make_row(query, key, value, self._narrow(spec)), grad.contiguous()
-        programs = self.query_tiles(row.group, row.tiles.queries.rows)
-        of_query, rows = kernels.query_gradient(row, out, grad, divisors, programs)
-        programs = self.key_tiles(row.tiles.keys.keys)
-        of_pairs = kernels.key_gradients(row, grad, rows, programs, self.sums)
-        return tuple(g.transpose(1, 2) for g in (of_query, *of_pairs))
+    def narrow(self, spec: AttentionSpec) -> AttentionSpec:
+        """Without a window where every sequence fits into it: more scores need no mask."""
+        longest = (self._shared + self._count).max(initial=0)
+        return replace(spec, window=None) if spec.window and spec.window >= longest else spec
 
     def query_tiles(self, group: int, rows: int) -> Tensor:
         """``[programs, 5]``, those with most keys first: first token of the sequence in the row, its number of tokens
@@ -148,11 +118,6 @@ class PackedLayout:
         count = np.concatenate([self._lent[lent], self._shared[shared], (self._count - self._lent)[own]])
         slot = np.where(np.arange(len(number)) < len(number) - own.sum(), starts_of(count), -1)
         return number, position, here, count, slot
-
-    def _narrow(self, spec: AttentionSpec) -> AttentionSpec:
-        """Without a window where every sequence fits into it: more scores need no mask."""
-        longest = (self._shared + self._count).max(initial=0)
-        return replace(spec, window=None) if spec.window and spec.window >= longest else spec
 
     def _listed(self, columns: Sequence[IntArray], work: IntArray) -> Tensor:
         return upload(np.stack(columns, 1)[np.argsort(-work, kind="stable")].astype(np.int32), self._device)

@@ -87,7 +87,7 @@ tokens/generated           | tokens       | response tokens that came in the ste
 tokens/wasted              | tokens       | those of surplus, stale and cancelled draws
 tokens/filtered            | tokens       | those of groups that had nothing to learn from: what dynamic sampling costs
 tokens/trained             | tokens       | of prompts and responses in the updates, each as often as it is in one
-tokens/computed            | tokens       | the same, with a prompt that samples share computed once
+tokens/computed            | tokens       | the same, but a shared prompt once, and not the last token of a response
 grad_norm                  | norm         | mean gradient norm over the updates, before clipping
 grad_norm/max              | norm         | largest gradient norm of the updates
 updates                    | count        | optimizer updates made in the step

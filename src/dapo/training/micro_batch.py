@@ -68,8 +68,7 @@ def micro_batch(whole: TokenBatch, sequences: IntArray, device: torch.device) ->
     first = batch.prompt_numbers
     shared = np.where(first == np.arange(batch.num_samples), 0, batch.prompt_lengths)
     elsewhere = joined_ranges(starts, shared)
-    # a response of one token stays whole: each sequence has a query of its own
-    lengths = batch.lengths - (batch.response_lengths > 1)
+    lengths = batch.lengths - (batch.response_lengths > 0)
     computed = joined_ranges(starts, lengths)
     source, own = np.arange(batch.num_tokens), np.zeros(batch.num_tokens, dtype=np.bool_)
     source[elsewhere] = joined_ranges(starts[first], shared)
@@ -100,8 +99,8 @@ def micro_batches(
     lockstep: bool = False,
 ) -> Iterator[MicroBatch]:
     """Parts of whole sequences with at most ``token_budget`` computed tokens each, see :func:`cut`.
-    ``share``: (rank, ranks): of all parts those of this rank. ``lockstep``: put two tokens that count for nothing in
-    the place of a part without a response token.
+    ``share``: (rank, ranks): of all parts those of this rank. ``lockstep``: compute two tokens that count for nothing
+    in the place of a part without a response token.
     Raises ConfigError: one that is not to be divided is longer than the budget."""
     rank, ranks = share
     plan = [rows for rows in cut(batch, token_budget, whole_groups, ranks)[rank::ranks] if lockstep or len(rows)]
@@ -115,16 +114,17 @@ def micro_batches(
 
 
 _NOTHING = TokenBatch(
-    lengths=np.array([2]),
-    prompt_lengths=np.array([1]),
+    lengths=np.array([3]),
+    prompt_lengths=np.array([2]),
     draws=np.array([0]),
     indices=np.array([0]),
-    token_ids=np.array([0, 0]),
+    token_ids=np.array([0, 0, 0]),
     mask=np.zeros(1, np.bool_),
     behaviour_logprobs=np.zeros(1, np.float32),
     versions=np.zeros(1, np.int64),
 )
-"""For a rank that has nothing of its own and whose forward and backward passes others wait for."""
+"""For a rank that has nothing of its own and whose forward and backward passes others wait for. Two of its tokens are
+computed: for a row of one, layers would be compiled anew."""
 
 
 def select_tokens(record: Record, index: torch.Tensor) -> Record:
