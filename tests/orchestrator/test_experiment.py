@@ -710,6 +710,7 @@ def saved_model(folder: Path) -> str:
         ({"model.lora.rank": 2, "model.lora.target_modules": ["no_such"]}, text_sum, "no_such"),
         ({"run.dir": "."}, text_sum, "run.dir: the folder . exists"),
         ({"run.dir": "model/config.json/x"}, text_sum, "run.dir: .*config.json is a file"),
+        ({"run.dir": "gone/x"}, text_sum, "run.dir: .*gone is a link to nothing"),
     ],
 )
 def test_what_needs_no_weights_is_refused_before_they_are_loaded(
@@ -719,6 +720,7 @@ def test_what_needs_no_weights_is_refused_before_they_are_loaded(
     monkeypatch.setattr("dapo.orchestrator.runtime.local.load_trainable", lambda *_: loaded.append("the model"))
     monkeypatch.setattr("dapo.training.lora.load_model", lambda *_, **__: loaded.append("the weights"))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").symlink_to("nowhere")
     settings = {"model.path": saved_model(tmp_path / "model"), "model.compute_dtype": "float32"} | changes
     with pytest.raises(UserError, match=says):
         run(tmp_path / "run", settings, model=None, tokenizer=None, reward=reward)

@@ -222,13 +222,16 @@ def read_weights(model: Any, adapter: Adapter) -> None:
 
     try:
         weights = load_file(adapter.folder / WEIGHTS_FILE)
+    except Exception as error:  # of safetensors, or of the system
+        raise ModelError(f"adapter {adapter.folder}: {WEIGHTS_FILE} cannot be read: {first_line(error)}") from None
+    try:
         weights = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # to an outline, to be checked
             report = _peft(f"adapter {adapter.folder}").set_peft_model_state_dict(model, weights)
     except ModelError:
         raise
-    except Exception as error:  # shapes that differ, a damaged file: each raises its own
+    except Exception as error:  # shapes that differ: each raises its own
         raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {first_line(error)}") from None
     missing = [name for name in report.missing_keys if name in adapter_parameters(model)]
     for what, names in (("missing", missing), ("unexpected", list(report.unexpected_keys))):

@@ -204,7 +204,8 @@ def _make_way(root: Path, if_exists: str, only_look: bool = False) -> Path | Non
     """Where a run went that was in the way; None: there was none, or it is ``only_look``-ed at."""
     there = next(path for path in (root, *root.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise UserError(f"run.dir: {there} is a file; set run.dir to another folder")
+        what = "a file" if there.exists() else "a link to nothing"
+        raise UserError(f"run.dir: {there} is {what}; set run.dir to another folder")
     if there != root or not any(root.iterdir()):
         return None
     if if_exists == "fail":

@@ -212,6 +212,8 @@ def prepare_served(
     if name in (adapters or {}):
         raise ConfigError(f"--adapter {name}: the model has this name; give it another one with --name")
     _, config = settings_for(path, {}, ONE_EACH, recipe=recipe if is_recipe else None, overrides=overrides)
+    if config.evaluation.data:
+        raise ConfigError("evaluation.data: dapo serve reads no files; leave it out")
     if "temperature" not in config.evaluation.model_fields_set:  # what clients of this API expect
         config = with_values(config, {"evaluation.temperature": 1.0})
     tokens = sum(room_for(config))
