@@ -84,9 +84,16 @@ def admit(outcomes: Sequence[bool | None], wanted: int) -> Admission:
 
 def refill_size(*, wanted: int, in_flight: int, keep_rate: float, budget_left: int) -> int:
     """How many more prompts to draw so that, at the running keep-rate, just enough groups will be kept.
-    ``wanted``: groups still missing, those in flight not counted. ``in_flight``: draws not finished yet. ``keep_rate``:
-    expected share of draws that are kept, from 0 to 1. ``budget_left``: draws still allowed in this step.
-    Returns from 0 to ``budget_left``."""
+
+    Args:
+        wanted: groups still missing, those in flight not counted.
+        in_flight: draws not finished yet.
+        keep_rate: expected share of draws that are kept, from 0 to 1.
+        budget_left: draws still allowed in this step.
+
+    Returns:
+        From 0 to ``budget_left``.
+    """
     if wanted <= 0 or budget_left <= 0:
         return 0
     if wanted >= keep_rate * (in_flight + budget_left):  # all of the budget will hardly do

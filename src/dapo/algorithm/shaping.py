@@ -81,9 +81,15 @@ def subtract_kl(group: Group, kl: Sequence[float], *, coef: float) -> Group:
     """A copy of ``group`` with ``coef`` times the KL of each sample taken off its shaped reward (KL in the reward).
 
     Comes between :func:`shape_rewards` and the advantage, so that the group is normalised with the KL inside.
-    ``group``: with shaped rewards. ``kl``: for each *scored* sample, in order, the KL to the reference policy summed
-    over its tokens (``kl.sample_kl``). ``coef``: beta.
-    Raises ValueError: not one KL per scored sample."""
+
+    Args:
+        group: with shaped rewards.
+        kl: for each *scored* sample, in order, the KL to the reference policy summed over its tokens
+            (``kl.sample_kl``).
+        coef: beta.
+
+    Raises ValueError: not one KL per scored sample.
+    """
     if len(kl) != len(group.scored):
         raise ValueError(f"draw {group.draw}: {len(kl)} KLs for {len(group.scored)} scored samples")
     left = iter(kl)

@@ -87,9 +87,13 @@ def clean_data(
     progress: Progress = lambda text: None,
 ) -> tuple[list[Row], CleanReport]:
     """The rows that are left, in their order, and what was done.
-    ``same``: the verifier; None: answers are compared as text, and none is rewritten. ``fractions``: whether rows whose
-    answer is a fraction are to ask for an integer, as the paper's were made to.
-    Raises DataError: a file cannot be read at all."""
+
+    Args:
+        same: the verifier; None: answers are compared as text, and none is rewritten.
+        fractions: whether rows whose answer is a fraction are to ask for an integer, as the paper's were made to.
+
+    Raises DataError: a file cannot be read at all.
+    """
     report = CleanReport()
     rows = _unlike(_read(files, data, report, progress), same or str.__eq__, report)
     if evaluation:

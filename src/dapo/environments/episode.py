@@ -50,8 +50,12 @@ class Over(Exception):
 
 class Episode:
     """See the module.
-    ``ended``: why it is over; None: it is not. ``last``: the last answer. ``failed``: what the engine raised, which is
-    no fault of the episode's."""
+
+    Attributes:
+        ended: why it is over; None: it is not.
+        last: the last answer.
+        failed: what the engine raised, which is no fault of the episode's.
+    """
 
     def __init__(self, template: PromptTemplate, ask: Ask, config: EnvironmentConfig, limits: Limits) -> None:
         self._template, self._ask, self._config, self._limits = template, ask, config, limits
@@ -86,10 +90,17 @@ class Episode:
         self, messages: Sequence[Message], tools: Sequence[Schema] = (), most: int | None = None, may_call: bool = True
     ) -> Answer:
         """The model's next answer in a conversation.
-        ``messages``: all of it; earlier answers with the content that they came with (``raw``). ``tools``: of the
-        conversation; without those that it began with a new sequence begins. ``most``: tokens that it may say.
-        ``may_call``: False: calls are not read.
-        Raises Over: the episode is over, or a cap ends it; DataError: the chat template refuses the messages."""
+
+        Args:
+            messages: all of it; earlier answers with the content that they came with (``raw``).
+            tools: of the conversation; without those that it began with a new sequence begins.
+            most: tokens that it may say.
+            may_call: False: calls are not read.
+
+        Raises:
+            Over: the episode is over, or a cap ends it.
+            DataError: the chat template refuses the messages.
+        """
         async with self._one:
             if self._turns >= self._config.max_turns:
                 self.end("max_turns")

@@ -74,8 +74,11 @@ class Snapshot:
 
 class Checkpoints:
     def __init__(self, folder: Path, keep_last: int | None = None, keep_every: int = 0) -> None:
-        """``keep_last``: how many to keep beside the best one; None: all. Those from inside of a step go with the next.
-        ``keep_every``: those after a multiple of so many steps stay for good; 0: none does."""
+        """
+        Args:
+            keep_last: how many to keep beside the best one; None: all. Those from inside of a step go with the next.
+            keep_every: those after a multiple of so many steps stay for good; 0: none does.
+        """
         self._folder = folder
         self._keep_last = keep_last
         self._keep_every = keep_every

@@ -94,8 +94,12 @@ def _steps_of(segments: Iterable[Segment]) -> dict[int, Stamp]:
 
 class SampleIndex:
     """The index of one run. Any number of readers, in any processes; a writer that finds another at work leaves it so.
-    ``samples``: the folder ``samples`` of the run. ``folder``: where the index is: in it, or in a temporary place if
-    that cannot be written to. ``damaged``: step -> what is wrong with its file, which is why it is not in the index."""
+
+    Attributes:
+        samples: the folder ``samples`` of the run.
+        folder: where the index is: in it, or in a temporary place if that cannot be written to.
+        damaged: step -> what is wrong with its file, which is why it is not in the index.
+    """
 
     def __init__(self, run: Path, threads: int = _THREADS) -> None:
         self.samples = run / "samples"

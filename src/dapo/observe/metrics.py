@@ -223,8 +223,12 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog", None]):
 
     A value that is not finite is written as null, and its text under ``non_finite``, so that the file stays JSON and
     the event is not lost.
-    ``path``: the file, opened for appending; made if missing. ``keep_until``: on resume, the last step to keep: lines
-    of later steps are removed. ``trackers``: where else the metrics of each step go. They are closed with the log."""
+
+    Args:
+        path: the file, opened for appending; made if missing.
+        keep_until: on resume, the last step to keep: lines of later steps are removed.
+        trackers: where else the metrics of each step go. They are closed with the log.
+    """
 
     def __init__(self, path: Path, keep_until: int | None = None, trackers: Sequence[Tracker] = ()) -> None:
         self.path = path

@@ -66,11 +66,14 @@ class RunFolder:
         cls, config: Config, command: Sequence[str] | None = None, tell: Callable[[str], None] | None = None
     ) -> RunFolder:
         """Make the folder of a new run and record how it was started. Nothing that exists is overwritten.
-        ``config``: the resolved recipe; ``run.dir`` (by default ``runs/run``) and ``run.if_exists`` are used.
-        ``command``: the command line to record; by default this process's own. ``tell``: hears where an earlier run
-        went that was in the way.
 
-        Raises UserError: the folder exists and ``run.if_exists`` is ``fail``, or it cannot be made or written to."""
+        Args:
+            config: the resolved recipe; ``run.dir`` (by default ``runs/run``) and ``run.if_exists`` are used.
+            command: the command line to record; by default this process's own.
+            tell: hears where an earlier run went that was in the way.
+
+        Raises UserError: the folder exists and ``run.if_exists`` is ``fail``, or it cannot be made or written to.
+        """
         root = Path(config.run.dir or "runs/run")
         try:
             moved = _make_way(root, config.run.if_exists)

@@ -25,9 +25,13 @@ class TensorBoardTracker:
     the next step begins.
 
     What is not finite is written as it is, which TensorBoard marks. Steps without a number are left out.
-    ``folder``: made if missing. Event files of earlier parts of the run stay beside the new one. ``config``: the recipe
-    as YAML, shown as text; written by the first part of a run. ``keep_until``: on resume, the last step that stays:
-    TensorBoard drops what earlier files say of later steps. Below 0: all steps."""
+
+    Args:
+        folder: made if missing. Event files of earlier parts of the run stay beside the new one.
+        config: the recipe as YAML, shown as text; written by the first part of a run.
+        keep_until: on resume, the last step that stays: TensorBoard drops what earlier files say of later steps.
+            Below 0: all steps.
+    """
 
     def __init__(self, folder: Path, config: str, keep_until: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -47,10 +47,14 @@ def make_trackers(
     given: Sequence[Any] = (),
 ) -> list[Tracker]:
     """The trackers that ``config`` asks for, and those that were ``given`` from Python.
-    ``keep_until``: on resume, the last step to keep: what was kept of later steps is no longer shown by those trackers
-    that can take something back. ``looks``: gives the latest lines of resources.jsonl, for Prometheus.
 
-    Raises ConfigError: a package is missing, or a tracker of the user's cannot be loaded."""
+    Args:
+        keep_until: on resume, the last step to keep: what was kept of later steps is no longer shown by those trackers
+            that can take something back.
+        looks: gives the latest lines of resources.jsonl, for Prometheus.
+
+    Raises ConfigError: a package is missing, or a tracker of the user's cannot be loaded.
+    """
     check_trackers(config)
     makers: list[tuple[str, Callable[[], Tracker]]] = []
     recipe = redact(config.model_dump(mode="json"))

@@ -55,8 +55,11 @@ OTHER_WEIGHTS = 1.0
 
 class BatchBuilder:
     """The algorithm as one recipe configures it.
-    ``config``: as it is in force. ``kl``: the coefficient of a KL in the reward or in the loss, which adapts itself if
-    the recipe has a target."""
+
+    Attributes:
+        config: as it is in force.
+        kl: the coefficient of a KL in the reward or in the loss, which adapts itself if the recipe has a target.
+    """
 
     def __init__(self, config: Config, advantage: Estimator | None = None) -> None:
         """``advantage``: in place of the recipe's."""
@@ -87,9 +90,14 @@ class BatchBuilder:
         self, groups: Sequence[Group], batch: TokenBatch, version: int | None = None
     ) -> tuple[list[Group], TokenBatch]:
         """The groups with shaped rewards and advantages, and the batch with ``advantages``.
-        ``groups``: those that were given to :meth:`build`. ``batch``: what it made of them, with the learner's columns.
-        ``version``: of the weights that these come from; None: they are not compared with what the engine says.
-        Raises SampleError: the engine had other weights (``algorithm.proximal: recompute``)."""
+
+        Args:
+            groups: those that were given to :meth:`build`.
+            batch: what it made of them, with the learner's columns.
+            version: of the weights that these come from; None: they are not compared with what the engine says.
+
+        Raises SampleError: the engine had other weights (``algorithm.proximal: recompute``).
+        """
         mismatch = None if version is None else batch_mismatch(batch, version)
         if mismatch is not None and mismatch.mean > OTHER_WEIGHTS:
             raise SampleError(

@@ -26,8 +26,12 @@ from dapo.rollout.engine import Engine
 
 class Evaluator:
     """Evaluates when it is due.
-    ``changes``: of the run's settings, which may make evaluations incomparable. ``before``: what was found before
-    training; None: nothing, or in an earlier process. ``after``: what was found last."""
+
+    Attributes:
+        changes: of the run's settings, which may make evaluations incomparable.
+        before: what was found before training; None: nothing, or in an earlier process.
+        after: what was found last.
+    """
 
     def __init__(
         self,

@@ -26,7 +26,11 @@ Hold = Literal["evaluation", "weights", "pause", "sleep"]
 
 class InFlight:
     """The draws that the engine has been asked for.
-    ``interrupted``: whether the engine was told to end its streams early. ``spans``: of sampling and scoring."""
+
+    Attributes:
+        interrupted: whether the engine was told to end its streams early.
+        spans: of sampling and scoring.
+    """
 
     def __init__(self, engine: Engine, config: Config, go_on: Callable[[], object], vocabulary: int | None) -> None:
         """``go_on``: called when the engine may be asked again. ``vocabulary``: tokens that the model knows."""

@@ -110,10 +110,16 @@ def make_engine(
     spare_bytes: int,
 ) -> Engine:
     """The user's engine, or that of this process, with a copy of the model's weights on ``rollout.device``.
-    ``heldout``: prompts that it has to have room for, beside those to train on. ``spare_bytes``: memory to leave to the
-    trainer, if they share a device.
-    Raises ConfigError: there is no such engine or device, or it lacks something of the protocol; ModelError: it does
-    not fit into the memory; StartError: vLLM does not start."""
+
+    Args:
+        heldout: prompts that it has to have room for, beside those to train on.
+        spare_bytes: memory to leave to the trainer, if they share a device.
+
+    Raises:
+        ConfigError: there is no such engine or device, or it lacks something of the protocol.
+        ModelError: it does not fit into the memory.
+        StartError: vLLM does not start.
+    """
     own = own_part(config, "rollout.engine", inputs.engine)
     if own is None and config.rollout.engine == "openai":
         return openai_engine(config, model, stop_ids)

@@ -21,8 +21,12 @@ def ppo_columns(
 
     An episode is one response: the tokens that the model sampled, end to end. What the environment said in between is
     part of the state that the next one was sampled in.
-    ``groups``: with shaped rewards; their scored samples are those of ``batch``. ``batch``: with ``values`` and
-    ``after``, and ``reference`` for a KL in the reward. ``coef``: beta of that."""
+
+    Args:
+        groups: with shaped rewards; their scored samples are those of ``batch``.
+        batch: with ``values`` and ``after``, and ``reference`` for a KL in the reward.
+        coef: beta of that.
+    """
     section, kl = config.algorithm.critic, config.algorithm.kl
     scored, sampled = [s for g in groups for s in g.scored], torch.from_numpy(batch.sampled)
     lengths = torch.tensor([s.length for s in scored], dtype=torch.int64)

@@ -70,9 +70,13 @@ class Roles:
 
 def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Callable[[], bool], wait: Wait) -> Roles:
     """Load the model, and make learner and engine.
-    ``out_of_time``: whether an update that is under way is to end unmade. ``wait``: runs a coroutine to its end, in the
-    event loop of the run.
-    Raises UserError: it cannot be loaded or trained, or does not fit into the memory."""
+
+    Args:
+        out_of_time: whether an update that is under way is to end unmade.
+        wait: runs a coroutine to its end, in the event loop of the run.
+
+    Raises UserError: it cannot be loaded or trained, or does not fit into the memory.
+    """
     config, overrides, source, template = setup.config, setup.overrides, setup.source, setup.template
     drawn = own_source(config, overrides, source)
     builder = BatchBuilder(config, overrides.advantage)

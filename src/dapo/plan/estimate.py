@@ -49,6 +49,8 @@ HAND_OVER = 0.14
 """Share of the memory's rate at which weights get to the engine, 6 bytes each: 4.0 to 4.5 ms (docs/performance.md)."""
 STORE = 0.85e9
 """Bytes a second from a learner through Ray's object store to engines: 1.05 to 1.3 s for 1 GB (docs/performance.md)."""
+GROUP = 9e9
+"""The same by NCCL between GPUs of one host: 0.11 s for 1 GB."""
 BUS = 25e9
 """Bytes a second between a GPU and main memory, in each direction. Assumed."""
 
@@ -295,8 +297,9 @@ class Estimate:
         both += (both if self.critics else forward) * ppo
         moments = (checkpoint_bytes(config, self.shape) - 4 * trained) / self.ranks * config.updates_per_step
         moments = moments if config.training.offload_optimizer else 0.0
-        by_store = by_ray and config.runtime.sync == "objects"
-        moved = 2 * trained / STORE if by_store else self.cluster.exchange(2 * trained)
+        moved = self.cluster.exchange(2 * trained)
+        if by_ray:
+            moved = max(moved, 2 * trained / (STORE if config.runtime.sync == "objects" else GROUP))
         found = {
             "rollout": self.rollout()[0],
             "reward": self.assumed.reward_s,

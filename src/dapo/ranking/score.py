@@ -108,12 +108,15 @@ async def _warn_of_lost_letters(ranker: Scorer, rows: Sequence[Candidates]) -> N
 
 def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence[str] = ()) -> Scorer:
     """What ranks, by any of its names. Weights are loaded when it starts, onto a GPU if there is one.
-    ``model``: folder or name of a reward model, or the run that it comes from; a policy that was trained by DPO (its
-    run knows the reference); a recipe with a ``reward``, or a kind of reward; or a Python function. ``reference``: the
-    policy that DPO began with, where the run does not know it. ``overrides``: ``reward.key=value``, and of an implicit
-    reward ``dpo.beta=value``.
 
-    Raises UserError: there is no such thing, or it is a language model that ranks nothing."""
+    Args:
+        model: folder or name of a reward model, or the run that it comes from; a policy that was trained by DPO (its
+            run knows the reference); a recipe with a ``reward``, or a kind of reward; or a Python function.
+        reference: the policy that DPO began with, where the run does not know it.
+        overrides: ``reward.key=value``, and of an implicit reward ``dpo.beta=value``.
+
+    Raises UserError: there is no such thing, or it is a language model that ranks nothing.
+    """
     if callable(model):
         return CallableScorer(model, 60.0)
     name = str(model)

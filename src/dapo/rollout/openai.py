@@ -71,10 +71,14 @@ class OpenAIEngine:
     def __init__(
         self, config: Config, vocabulary: int | None, stop_ids: Sequence[int] = (), tokenizer: Any = None
     ) -> None:
-        """``vocabulary``: how many token ids there are; None: not known. ``stop_ids``: end a response, beside those
-        that the server knows of its model; (): not known. ``tokenizer``: of the model, to evaluate: servers may give
-        text alone; None: to train.
-        Raises RemoteError: the environment variable of the token is not set."""
+        """
+        Args:
+            vocabulary: how many token ids there are; None: not known.
+            stop_ids: end a response, beside those that the server knows of its model; (): not known.
+            tokenizer: of the model, to evaluate: servers may give text alone; None: to train.
+
+        Raises RemoteError: the environment variable of the token is not set.
+        """
         self._config, rollout = config, config.rollout
         self._rollout = rollout
         self._vocabulary, self._stop_ids = vocabulary or 2**31, list(stop_ids)

@@ -40,8 +40,12 @@ def rankings(
     examples: Sequence[Example], *, scored: bool = False, nll: float = 0.0, reference: Sequence[float] | None = None
 ) -> TokenBatch:
     """With the columns of :class:`~dapo.algorithm.preference.RankedTokens`.
-    ``scored``: only the last token of a response is in the loss. ``nll``: weight of the mean NLL over the tokens of the
-    best responses. ``reference``: log-probability of each response under the reference policy."""
+
+    Args:
+        scored: only the last token of a response is in the loss.
+        nll: weight of the mean NLL over the tokens of the best responses.
+        reference: log-probability of each response under the reference policy.
+    """
     batch = pack_examples(examples)
     pairs = [sum(a < b for a in one.values for b in one.values) for one in examples]
     each = [1 / (n * len(examples)) for n, one in zip(pairs, examples, strict=True) for _ in one.responses]

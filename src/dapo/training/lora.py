@@ -22,10 +22,15 @@ from dapo.model.nf4 import narrow_base
 
 def load_trainable(source: Any, config: ModelConfig, device: torch.device | str | None = None) -> Any:
     """The model of a run as its folder has it: :func:`begin_adapter` is to follow.
-    ``source``: as for :func:`dapo.model.loading.load_model`. Training goes on with the adapter of an adapter's folder.
-    ``config``: compute type and adapter; its path is not looked at.
-    Raises ModelError: it cannot be loaded, or is a model in memory on which an adapter is to be trained; ConfigError:
-    the folder holds another adapter than ``config`` describes."""
+
+    Args:
+        source: as for :func:`dapo.model.loading.load_model`. Training goes on with the adapter of an adapter's folder.
+        config: compute type and adapter; its path is not looked at.
+
+    Raises:
+        ModelError: it cannot be loaded, or is a model in memory on which an adapter is to be trained.
+        ConfigError: the folder holds another adapter than ``config`` describes.
+    """
     named = isinstance(source, str | Path)
     adapter = find_adapter(source) if named else None
     if adapter is not None:
@@ -61,9 +66,14 @@ def _base_as_asked(model: Any, config: ModelConfig) -> Any:
 
 def trainable_shape(config: ModelConfig, model_config: Any, classifier: bool = False) -> Any:
     """What :func:`load_trainable` and :func:`begin_adapter` make, on the meta device: names, shapes and no numbers.
-    ``config``: its path is looked at for an adapter. ``model_config``: Transformers' config of the (base) model.
-    ``classifier``: what the stage of reward models makes of it.
-    Raises ModelError, ConfigError: as the two."""
+
+    Args:
+        config: its path is looked at for an adapter.
+        model_config: Transformers' config of the (base) model.
+        classifier: what the stage of reward models makes of it.
+
+    Raises ModelError, ConfigError: as the two.
+    """
     from transformers import AutoModelForCausalLM
 
     adapter = find_adapter(config.path)

@@ -99,9 +99,13 @@ def micro_batches(
     lockstep: bool = False,
 ) -> Iterator[MicroBatch]:
     """Parts of whole sequences with at most ``token_budget`` computed tokens each, see :func:`cut`.
-    ``share``: (rank, ranks): of all parts those of this rank. ``lockstep``: compute two tokens that count for nothing
-    in the place of a part without a response token.
-    Raises ConfigError: one that is not to be divided is longer than the budget."""
+
+    Args:
+        share: (rank, ranks): of all parts those of this rank.
+        lockstep: compute two tokens that count for nothing in the place of a part without a response token.
+
+    Raises ConfigError: one that is not to be divided is longer than the budget.
+    """
     rank, ranks = share
     plan = [rows for rows in cut(batch, token_budget, whole_groups, ranks)[rank::ranks] if lockstep or len(rows)]
     for number, sequences in enumerate(plan, 1):

@@ -19,9 +19,12 @@ from dapo.training.trainer import Trainer
 @dataclass(frozen=True, slots=True)
 class LearnerSnapshot:
     """What a learner was at one moment, to be written while it goes on.
-    ``bytes``: of its tensors, which is what they will take on the disk, but for kilobytes. ``write``: fills ``model``
-    and ``optimizer`` of a folder, in any thread but that of the event loop; a second time only if the first one failed.
-    The sequence: tokens that end a response, which go with the weights."""
+
+    Attributes:
+        bytes: of its tensors, which is what they will take on the disk, but for kilobytes.
+        write: fills ``model`` and ``optimizer`` of a folder, in any thread but that of the event loop; a second time
+            only if the first one failed. The sequence: tokens that end a response, which go with the weights.
+    """
 
     bytes: int
     write: Callable[[Path, Sequence[int]], None]

@@ -241,11 +241,14 @@ async def run_service(
     """Serve from now on, and be ready once ``start`` is done, until a signal comes. The first one drains: running
     requests are finished within ``drain_s`` seconds, and the application refuses new ones. The second one ends the
     process. In the end calls ``close``, which makes what still runs fail.
-    ``progress``: kept up to date for the application, which counts what it answers. ``starting``, ``ready``: what to
-    say then; ``{}`` in the second one becomes the address. ``until``: returns when the application can work no more,
-    which ends it as a signal does.
 
-    Raises ConfigError: the address cannot be listened on; and what ``start`` raises."""
+    Args:
+        progress: kept up to date for the application, which counts what it answers.
+        starting, ready: what to say then; ``{}`` in the second one becomes the address.
+        until: returns when the application can work no more, which ends it as a signal does.
+
+    Raises ConfigError: the address cannot be listened on; and what ``start`` raises.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))  # the usual 1024 are not enough

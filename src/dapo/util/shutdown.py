@@ -75,7 +75,11 @@ class Shutdown:
     """
 
     def __init__(self, within_s: float = math.inf, code_of: Callable[[BaseException], int] = lambda error: 1) -> None:
-        """``code_of``: exit code for the error that a run ended with."""
+        """
+        Args:
+            within_s: from the first signal to the end of the process.
+            code_of: exit code for the error that a run ended with.
+        """
         self.signal: signal.Signals | None = None
         self.doing = "what was under way"
         self.run: Path | None = None

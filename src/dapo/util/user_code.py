@@ -23,10 +23,14 @@ def load_named(
     declared: Callable[[str], Mapping[str, Any]] = lambda module: {},
 ) -> Any:
     """What ``spec`` names, which can be called. A relative path starts in the working folder.
-    ``what``: it is, for messages: ``reward function``. ``error``: to raise. ``declared``: of a module's name: what else
-    it holds, by names that it gave.
 
-    Raises UserError: (``error``) the file or module is missing, fails while being imported, or holds no such thing."""
+    Args:
+        what: it is, for messages: ``reward function``.
+        error: to raise.
+        declared: of a module's name: what else it holds, by names that it gave.
+
+    Raises UserError: (``error``) the file or module is missing, fails while being imported, or holds no such thing.
+    """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise error(f"{what} {spec!r}: expected package.module:name or path/file.py:name")

@@ -177,7 +177,11 @@ def traced_tokens(policy: Policy, update: Update, objective: Objective, number: 
     ``advantage``, ``importance``, ``in_loss``, ``clip`` (``low``, ``high``, ``dual`` or None), ``entropy`` in nats and
     ``loss``, its contribution to the loss of the update. Of an objective of the user's there is neither ``clip`` nor
     ``loss``.
-    ``policy``: with the weights before the update. ``number``: of the sample in the update's batch."""
+
+    Args:
+        policy: with the weights before the update.
+        number: of the sample in the update's batch.
+    """
     part = micro_batch(update.batch, np.array([number]), policy.device)
     inputs = select_tokens(update.inputs, part.index)
     if not len(part.targets):

@@ -51,8 +51,11 @@ router = APIRouter(prefix="/api", dependencies=WHILE_THERE)
 
 def create_app(folders: Sequence[Path], token: str | None = None) -> FastAPI:
     """The application.
-    ``folders``: run folders, or folders that hold runs; nothing else is read. ``token``: what a client must show; None:
-    only this machine's own names are answered."""
+
+    Args:
+        folders: run folders, or folders that hold runs; nothing else is read.
+        token: what a client must show; None: only this machine's own names are answered.
+    """
     app = FastAPI(title="dapo", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.runs = Runs(folders)
     app.add_middleware(Guard, token=token)

@@ -15,10 +15,15 @@ def place(
     setup: Setup, kl: AdaptiveKL, out_of_time: Callable[[], bool], wait: Wait, tell: Callable[[str], object]
 ) -> Placed:
     """Load the model, and make learner and engine.
-    ``kl``: the coefficient of a KL in the loss, which others change. ``out_of_time``: whether an update that is under
-    way is to end unmade. ``wait``: for what starts in other processes. ``tell``: hears of processes that died and were
-    replaced.
-    Raises UserError: it cannot be loaded or trained, or does not fit into the memory. Nothing is left of it then."""
+
+    Args:
+        kl: the coefficient of a KL in the loss, which others change.
+        out_of_time: whether an update that is under way is to end unmade.
+        wait: for what starts in other processes.
+        tell: hears of processes that died and were replaced.
+
+    Raises UserError: it cannot be loaded or trained, or does not fit into the memory. Nothing is left of it then.
+    """
     if setup.config.runtime.kind == "ray":
         from dapo.orchestrator.runtime.ray.place import place_on_ray  # needs an extra
 

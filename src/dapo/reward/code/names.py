@@ -90,11 +90,15 @@ def long_integers() -> Iterator[None]:
 
 def read_tests(value: Any, entry_point: str | None, tolerance: Any = None) -> Tests:
     """The tests of a row, of one kind.
-    ``value``: a list of assert snippets, of ``{"assert": snippet}`` or of ``{"stdin": text, "stdout": text}``; or such
-    a list as JSON text. ``entry_point``: the name that the tests call, such as ``add`` or ``Solution().add``; None: not
-    known. ``tolerance``: the row's own, for printed numbers; None: it has none.
 
-    Raises ValueError: what is wrong with them, in words."""
+    Args:
+        value: a list of assert snippets, of ``{"assert": snippet}`` or of ``{"stdin": text, "stdout": text}``; or such
+            a list as JSON text.
+        entry_point: the name that the tests call, such as ``add`` or ``Solution().add``; None: not known.
+        tolerance: the row's own, for printed numbers; None: it has none.
+
+    Raises ValueError: what is wrong with them, in words.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -104,10 +104,14 @@ class Sandbox:
     @contextlib.contextmanager
     def start(self, source: bytes, *, script: bool, prelude: bool = False) -> Iterator[Program]:
         """A program that is about to be loaded. At the end of the block it is killed, with all that it started.
-        ``source``: its text, in UTF-8 if it is text at all. ``script``: run it from its top with pipes as standard
-        input and output; else load it as a module, for calls. ``prelude``: give a module the usual imports.
 
-        Raises SandboxFailed: the sandbox does not start, for reasons that are not the program's."""
+        Args:
+            source: its text, in UTF-8 if it is text at all.
+            script: run it from its top with pipes as standard input and output; else load it as a module, for calls.
+            prelude: give a module the usual imports.
+
+        Raises SandboxFailed: the sandbox does not start, for reasons that are not the program's.
+        """
         with contextlib.ExitStack() as stack:
             folder = None
             if self._kind == "none":

@@ -28,8 +28,12 @@ def score_math(response: str, gold: str, extract: Sequence[Rule]) -> Reward:
 
     An answer that takes too long to find or to compare is wrong, with 1 as its part ``out_of_time``: a policy could
     escape verdicts otherwise. Where reading the reference alone takes too long the score has failed.
-    ``response``: the response, thinking included. ``gold``: the reference, as bare LaTeX or text. ``extract``: the
-    rules that find the final answer, in order."""
+
+    Args:
+        response: the response, thinking included.
+        gold: the reference, as bare LaTeX or text.
+        extract: the rules that find the final answer, in order.
+    """
     found: list[str | None] = []
 
     def is_right() -> bool:

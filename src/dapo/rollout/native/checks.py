@@ -20,9 +20,15 @@ def check_request(
     request: Request, *, vocabulary: int, max_sequence: int, can_decode: bool, stop_ids: Collection[int]
 ) -> None:
     """Refuse a request that cannot be served, or whose settings mean nothing.
-    ``vocabulary``: rows of the output head. ``max_sequence``: longest prompt and response together, in tokens.
-    ``can_decode``: whether token ids can be made into text, which stop texts need. ``stop_ids``: each ends a response.
-    Raises EngineError: says which request and why."""
+
+    Args:
+        vocabulary: rows of the output head.
+        max_sequence: longest prompt and response together, in tokens.
+        can_decode: whether token ids can be made into text, which stop texts need.
+        stop_ids: each ends a response.
+
+    Raises EngineError: says which request and why.
+    """
     problems = _problems(request, vocabulary, max_sequence, can_decode)
     for problem in itertools.chain(problems, _draft_problems(request, vocabulary, stop_ids)):
         raise EngineError(f"request {request.id}: {problem}")

@@ -81,10 +81,14 @@ class SlotRunner(RowsRunner):
     """
 
     def __init__(self, model: Any, stop_ids: Sequence[int], slots: int, max_tokens: int, pinned: bool = False) -> None:
-        """``max_tokens``: longest sequence, prompt and response. ``pinned``: every step computes all rows over the full
-        length, so that the shapes of matrix products, and with them the bits of a row, never depend on what else is in
-        flight.
-        Raises ModelError: the machine cannot give so much memory."""
+        """
+        Args:
+            max_tokens: longest sequence, prompt and response.
+            pinned: every step computes all rows over the full length, so that the shapes of matrix products, and with
+                them the bits of a row, never depend on what else is in flight.
+
+        Raises ModelError: the machine cannot give so much memory.
+        """
         text_config = model.config.get_text_config()
         heads, dim = key_value_heads(text_config)
         self.layers = text_config.num_hidden_layers

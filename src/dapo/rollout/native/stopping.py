@@ -24,8 +24,12 @@ class StopTexts:
 
     def ends_at(self, token_ids: Sequence[int], new_from: int, texts: Sequence[str]) -> int | None:
         """How many tokens to keep of a response in which a stop text is complete; None: none is.
-        ``token_ids``: of the response so far. ``new_from``: how many of them have been looked at before, without a
-        find. ``texts``: none of them empty or with U+FFFD."""
+
+        Args:
+            token_ids: of the response so far.
+            new_from: how many of them have been looked at before, without a find.
+            texts: none of them empty or with U+FFFD.
+        """
         if not texts or new_from >= len(token_ids):
             return None
         start = self._start(token_ids, new_from, max(map(len, texts)))

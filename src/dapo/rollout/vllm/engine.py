@@ -54,11 +54,17 @@ class VLLMEngine:
         adapter: Path | None = None,
     ) -> None:
         """Starts vLLM and waits for it. What is not named here is as for the native engine.
-        ``model``: whose weights are to be handed over, or those of its adapter if it has one; on the meta device, too.
-        ``loaded``: whether vLLM loads the weights from ``model.path``, as version 0; otherwise there are none at first.
-        ``adapter``: with ``loaded``, the folder of the adapter that is on ``model``.
-        Raises ConfigError: vLLM is missing or too old, or ``rollout.engine_args`` names what cannot be set there;
-        ModelError: vLLM does not cover the model; StartError: vLLM did not start; says why."""
+
+        Args:
+            model: whose weights are to be handed over, or those of its adapter if it has one; on the meta device, too.
+            loaded: whether vLLM loads the weights from ``model.path``, as version 0; otherwise there are none at first.
+            adapter: with ``loaded``, the folder of the adapter that is on ``model``.
+
+        Raises:
+            ConfigError: vLLM is missing or too old, or ``rollout.engine_args`` names what cannot be set there.
+            ModelError: vLLM does not cover the model.
+            StartError: vLLM did not start; says why.
+        """
         self._version, self._read_adapter = 0 if loaded else -1, adapter
         self._incomplete: int | None = None  # version of weights that have not arrived whole
         self._vocabulary, self._stop_ids = embedding_rows(model) or 2**31, list(stop_token_ids)

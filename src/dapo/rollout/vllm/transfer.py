@@ -33,9 +33,12 @@ _SHARED_MEMORY = "/dev/shm"
 
 class WeightTransfer:
     """From one learner to the workers of one vLLM engine.
-    ``shapes``: of the tensors of an update, by name; each of them has to come. ``kind``: how the last ones got there,
-    ``auto`` until the first have come. ``adapter``: the folder that the adapter was last taken from, if that is what is
-    sent."""
+
+    Attributes:
+        shapes: of the tensors of an update, by name; each of them has to come.
+        kind: how the last ones got there, ``auto`` until the first have come.
+        adapter: the folder that the adapter was last taken from, if that is what is sent.
+    """
 
     def __init__(
         self, call: Callable[..., Awaitable[Sequence[Any]]], model: Any, dtype: torch.dtype, kind: str = "auto"

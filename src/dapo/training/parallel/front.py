@@ -59,8 +59,12 @@ class RankedLearner:
     _facts: Facts
 
     def __init__(self, ranks: Sequence[RankHandle], kl: AdaptiveKL, grace_s: float = GRACE_SECONDS) -> None:
-        """``ranks``: of workers that nobody has called yet. ``kl``: the coefficient of a KL in the loss; others may
-        change it. ``grace_s``: for the other ranks to come to an end by themselves, once one has failed."""
+        """
+        Args:
+            ranks: of workers that nobody has called yet.
+            kl: the coefficient of a KL in the loss; others may change it.
+            grace_s: for the other ranks to come to an end by themselves, once one has failed.
+        """
         self._ranks, self._kl, self._grace = ranks, kl, grace_s
         self._rate = (0, 0.0)
         self._news: dict[str, tuple[Any, ...]] = {}

@@ -99,9 +99,14 @@ class RankWorker:
         self, config: Config, sharded: bool = True, cpu_offload: bool = False, objective: Objective | None = None
     ) -> Built:
         """Load the model, and make the trainer.
-        ``sharded``: FSDP2, or the whole model on each rank, as an adapter's has to be. ``cpu_offload``: of a sharded
-        model, see :class:`~dapo.training.parallel.sharded.Sharded`. ``objective``: in place of the recipe's.
-        Raises UserError: it cannot be loaded, or not be trained this way."""
+
+        Args:
+            sharded: FSDP2, or the whole model on each rank, as an adapter's has to be.
+            cpu_offload: of a sharded model, see :class:`~dapo.training.parallel.sharded.Sharded`.
+            objective: in place of the recipe's.
+
+        Raises UserError: it cannot be loaded, or not be trained this way.
+        """
         self._closing.enter_context(determinism(config, self.device))
         training, temperature = config.training, config.rollout.temperature
         dtype = getattr(torch, config.model.compute_dtype)

@@ -94,10 +94,16 @@ class Rank(RankWorker):
         self, engines: Sequence[Any], at: int | None = None, backend: str | None = None
     ) -> tuple[int, list[int] | None, str | None] | None:
         """Publish, all ranks together.
-        ``engines``: actors to send to; without effect where there is an engine in this process. ``at``: only if so many
-        updates were made. ``backend``: see :meth:`Sender.send`.
-        Returns the version; which of ``engines`` have it (None: every rank's own); and what was made up for on the way.
-        None: there were more updates."""
+
+        Args:
+            engines: actors to send to; without effect where there is an engine in this process.
+            at: only if so many updates were made.
+            backend: see :meth:`Sender.send`.
+
+        Returns:
+            The version; which of ``engines`` have it (None: every rank's own); and what was made up for on the way.
+            None: there were more updates.
+        """
         if at is not None and self.learner.trainer.updates != at:
             return None
         version, tensors = self.publish()

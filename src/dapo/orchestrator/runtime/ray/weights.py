@@ -60,8 +60,11 @@ def received(bucket: Sent) -> list[tuple[str, torch.Tensor]]:
 
 class Sender:
     """Gives weights to engines in other processes, as one engine takes them. To be used where there is no event loop.
-    ``reached``: numbers of the engines, among those of :meth:`send`, that have all of them. ``word``: what went wrong
-    on the way and was made up for."""
+
+    Attributes:
+        reached: numbers of the engines, among those of :meth:`send`, that have all of them.
+        word: what went wrong on the way and was made up for.
+    """
 
     def __init__(self) -> None:
         self.reached: list[int] = []
@@ -79,9 +82,14 @@ class Sender:
         backend: str | None,
     ) -> None:
         """All of them, to all of those that live.
-        ``actors``: of :class:`~dapo.orchestrator.runtime.ray.actors.Worker`. ``dtype``: to send in; None: as they are.
-        ``backend``: of the group; None: through the object store.
-        Raises EngineError: an engine refused them, or took too long."""
+
+        Args:
+            actors: of :class:`~dapo.orchestrator.runtime.ray.actors.Worker`.
+            dtype: to send in; None: as they are.
+            backend: of the group; None: through the object store.
+
+        Raises EngineError: an engine refused them, or took too long.
+        """
         self._actors, self.reached, self.word = actors, [*range(len(actors))], None
         self._meet(backend)
         asyncio.run(hand_over(self, version, ((name, t if dtype is None else t.to(dtype)) for name, t in tensors)))  # type: ignore[arg-type]
