@@ -96,7 +96,8 @@ class Measured:
         self.samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
         trained = self.mean("response_length/kept_mean")
         prompt = self.mean("tokens/trained") / self.samples - trained
-        assumed = Assumed(self.mean("response_length/mean"), prompt, self.mean("groups/keep_rate"))
+        keep = self.mean("groups/keep_rate") if config.algorithm.filter_groups.enable else 1.0
+        assumed = Assumed(self.mean("response_length/mean"), prompt, keep)
         self.plan, self.name = estimate_for(config, card, assumed)
         self.updates: Estimate = replace(self.plan, assumed=replace(assumed, response=trained))
 

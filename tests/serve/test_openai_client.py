@@ -237,8 +237,8 @@ def test_tokens_queues_and_bodies_have_exceptions_of_their_own(folder: Path) -> 
 
 def test_a_stream_whose_engine_fails_ends_with_an_error(folder: Path) -> None:
     with served(folder) as server:
-        running = server.openai().completions.create(model="tiny", prompt="1=", max_tokens=60, stream=True)
-        chunks = iter(running)
+        asked: dict[str, Any] = {"prompt": "1=", "n": 64, "max_tokens": 60, "temperature": 3}  # more than one stretch
+        chunks = iter(server.openai().completions.create(model="tiny", stream=True, **asked))
         next(chunks)
 
         def broken(told: object) -> None:
