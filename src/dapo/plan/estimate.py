@@ -47,10 +47,8 @@ BESIDE = 1.19
 """How much longer updates take in the process of an engine that samples meanwhile (5.7 s and 4.8 s: docs/async.md)."""
 HAND_OVER = 0.14
 """Share of the memory's rate at which weights get to the engine, 6 bytes each: 4.0 to 4.5 ms (docs/performance.md)."""
-STORE = 0.85e9
-"""Bytes a second from a learner through Ray's object store to engines: 1.05 to 1.3 s for 1 GB (docs/performance.md)."""
-GROUP = 9e9
-"""The same by NCCL between GPUs of one host: 0.11 s for 1 GB."""
+STORE, GROUP = 0.85e9, 9e9
+"""Bytes a second from a learner to engines, by Ray's object store and by NCCL: 1.05 to 1.3 s and 0.11 s for 1 GB."""
 BUS = 25e9
 """Bytes a second between a GPU and main memory, in each direction. Assumed."""
 
