@@ -181,6 +181,11 @@ def _adapter(folder: Path) -> None:
     shutil.copy(folder / "model/model.safetensors", folder / "model/adapter_model.safetensors")
 
 
+def _adapter_alone(folder: Path) -> None:
+    _adapter(folder)
+    edit_json(folder / "model/adapter_config.json", base_model_name_or_path="../gone/base")
+
+
 def _slow(folder: Path) -> None:
     (folder / "checker.py").write_text(
         "import time\n\ndef score(response, answer):\n    time.sleep(9)\n", encoding="utf-8"
@@ -414,6 +419,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a file for a model": Mistake("model", "fail", _recipe(model__path="model/config.json"), "is a file"),
     "a model that is not there": Mistake("model", "fail", _recipe(model__path="./modell"), "no such folder"),
+    "an adapter whose base is gone": Mistake("model", "fail", _adapter_alone, "base_model_name_or_path"),
     "an adapter whose base is no model": Mistake("model", "fail", _adapter, "model.path=FOLDER"),
     "an architecture that is not computed here": Mistake(
         "architecture", "fail", lambda f: edit_json(f / "model/config.json", model_type="bert"), "docs/models.md"

@@ -400,7 +400,7 @@ def test_without_a_network_a_model_that_is_not_here_fails_without_one_try_to_dow
 
 REFUSED = [
     *("a chat without a template", "an end that is no token", "a GPU that is not there"),
-    *("an adapter whose base is no model", "a run folder that exists"),
+    *("an adapter whose base is no model", "an adapter whose base is gone", "a run folder that exists"),
     *("only prompts that are too long", "another name of the answer"),
 ]
 

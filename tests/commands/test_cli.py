@@ -213,6 +213,13 @@ def test_a_dry_run_prints_the_recipe_and_its_numbers_and_writes_nothing(workplac
     assert sorted(workplace.rglob("*")) == before
 
 
+def test_a_dry_run_tells_of_a_folder_that_is_in_the_way(workplace: Path) -> None:
+    Path("taken").write_text("", encoding="utf-8")
+    for where in ("taken", "taken/run"):
+        found = run("train", "r.yaml", "--dry-run", f"run.dir={where}")
+        assert found.exit_code in (1, 2) and "run.dir: " in found.stderr and "# samples per step" in found.stdout
+
+
 def test_a_dry_run_refuses_what_does_not_go_with_sampling_ahead(workplace: Path) -> None:
     ahead = ("train", "r.yaml", "--dry-run", "rollout.max_staleness=2", "runtime.device=cpu")
     assert "# prompts drawn per step, at most: 160" in run(*ahead).stdout

@@ -192,7 +192,10 @@ def test_what_an_adapter_asks_beyond_linear_layers_is_refused(
         ({"of_a_later_release": True}, "of_a_later_release is not served"),
         ({"base_model_name_or_path": None}, "names no model in base_model_name_or_path"),
         ({"base_model_name_or_path": "."}, "its base . is a folder with an adapter, too"),
-        ({"base_model_name_or_path": "./nowhere"}, "model ./nowhere: no such folder"),
+        (
+            {"base_model_name_or_path": "./nowhere"},
+            r"adapter .*: its base ./nowhere is no folder here.* base_model_name_or_path of adapter_config.json",
+        ),
         ({"target_modules": ["not_a_layer"]}, "does not fit"),
         ({"r": 3}, "does not fit .*base: .*"),
         ({"target_modules": ["q_proj"]}, "6 unexpected weights, such as .*down_proj.lora_A"),

@@ -31,8 +31,16 @@ LONG = {"model": "tiny", "prompt": [5, 6, 7], "n": 200, "max_tokens": 200, "temp
         (["--adapter", "a=x", "--adapter", "a=y"], "two have the same name"),
         (["--port", "0", "--adapter", "tiny=x"], "--name"),
         (["--port", "0", "--set", "data.max_prompt_lenght=3"], "max_prompt_length"),
-        (["--port", "0", "--set", "evaluation.max_response_length=60", "--adapter", "a=gone"], "adapter_config.json"),
-        (["--port", "0", "--set", "evaluation.data=[gone.jsonl]"], "evaluation.data: dapo serve reads no files"),
+        (
+            ["--port", "0", "--set", "evaluation.max_response_length=60", "--adapter", "a=gone"],
+            "adapter gone: no such folder",
+        ),
+        (
+            ["--port", "0", "--set", "evaluation.data=[gone.jsonl]"],
+            "evaluation.data: has no effect on dapo serve, as it reads no",
+        ),
+        (["--port", "0", "--set", "evaluation.samples_per_prompt=4"], "requests say how many (n)"),
+        (["--port", "0", "--set", "rollout.engine=vllm"], "vllm is not installed"),
         (["--port", "0", "--set", "evaluation.max_response_length=256"], "use evaluation.max_response_length=128"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -93,7 +94,9 @@ def _texts(prompts: Sequence[str], data: str | None) -> list[str]:
 
     for prompt in prompts:
         if "=" in prompt and prompt.partition("=")[0] in all_keys():
-            raise ConfigError(f"the prompt {prompt!r} reads like a setting; give settings with --set {prompt}")
+            raise ConfigError(
+                f"the prompt {prompt!r} reads like a setting; give settings with --set {shlex.quote(prompt)}"
+            )
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     if not all(texts):
         raise DataError("a prompt is empty" + ("; nothing came from standard input" if "-" in prompts else ""))

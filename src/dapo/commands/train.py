@@ -152,7 +152,7 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     from dapo.config import warnings_for
     from dapo.config.plan import plan_of, require_files
     from dapo.config.user_parts import own_parts
-    from dapo.observe.run_folder import config_yaml
+    from dapo.observe.run_folder import RunFolder, config_yaml
 
     plan = {name: f"{value:,}" if isinstance(value, int) else value for name, value in plan_of(config).items()}
     plan["memory"] = "not predicted, as the model is not on this machine"
@@ -172,6 +172,8 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     comments = (f"# {name}: {value}" for name, value in notes)  # so that the whole is YAML
     print_lines([config_yaml(config).rstrip("\n"), *comments])
     require_files(config, recipe)
+    if resume is None:
+        RunFolder.require_free(config)
     _try_model(config)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,10 +178,9 @@ def _straight_to(device: torch.device | str) -> dict[str, Any]:
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer at ``path``, as its tokenizer.json says; that of its base for an adapter's folder without one.
     Raises ModelError: not found or not readable, or its files contradict each other."""
-    adapter = find_adapter(path)
-    if adapter and not (adapter.folder / "tokenizer_config.json").is_file():
+    own = Path(path).expanduser() / "tokenizer_config.json"
+    if not os.path.isfile(own) and (adapter := find_adapter(path)):  # noqa: PTH113  (the method raises for a name that is too long)
         path = adapter.base
-
     try:
         with LOADING:
             from transformers import AutoTokenizer

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.config import load_reward
 from dapo.config.composed_reward import REWARD_KINDS, RewardConfig
-from dapo.config.reading import apply_overrides, with_values
+from dapo.config.reading import apply_overrides
 from dapo.config.stages import RewardModelConfig, build_stage, load_stage, stage_named
 from dapo.data.template import letters, letters_lost_in
 from dapo.errors import ConfigError, RewardError
@@ -185,8 +185,12 @@ def _implicit(
             "one); give a reward model, or with --reference the policy that DPO began with"
         )
     others = [one for one in overrides if one not in given]
-    _, settings = settings_for(found.path, {}, ONE_EACH, recipe=found.recipe, overrides=others)
-    settings = with_values(settings, {"runtime.device": device})
+    for key in (one.partition("=")[0] for one in others if not one.startswith(("model.", "data.", "runtime."))):
+        raise ConfigError(
+            f"{key}: has no effect here, as nothing is sampled to rank by an implicit reward; leave it out"
+        )
+    there = {"runtime": {"device": device}}
+    _, settings = settings_for(found.path, {}, ONE_EACH, there, recipe=found.recipe, overrides=others)
     return ImplicitScorer(settings, find_model(reference).path, trained.dpo.beta)
 
 

@@ -31,6 +31,7 @@ from dapo.model.placement import engine_device
 from dapo.observe.progress import Listener
 from dapo.rollout.engine import EngineError, Request
 from dapo.rollout.process import EngineProcess, ProcessEngine
+from dapo.rollout.vllm.options import find_vllm
 from dapo.serve.door import Door, Refused, Restarted
 from dapo.util.gate import Room
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dapo.inference.model import LocalEngine
 
 _PART_S = 1e-3  # for each sample, between its parts: several times what it takes to send one
+_NOT_SERVED = {"evaluation.data": "it reads no files", "evaluation.samples_per_prompt": "requests say how many (n)"}
 _Names = Mapping[str, str | None]
 """Of models, with the folders of their adapters."""
 
@@ -212,8 +214,11 @@ def prepare_served(
     if name in (adapters or {}):
         raise ConfigError(f"--adapter {name}: the model has this name; give it another one with --name")
     _, config = settings_for(path, {}, ONE_EACH, recipe=recipe if is_recipe else None, overrides=overrides)
-    if config.evaluation.data:
-        raise ConfigError("evaluation.data: dapo serve reads no files; leave it out")
+    for key, why in _NOT_SERVED.items():
+        if any(one.startswith(f"{key}=") for one in overrides):
+            raise ConfigError(f"{key}: has no effect on dapo serve, as {why}; leave it out")
+    if config.rollout.engine == "vllm":
+        find_vllm()
     if "temperature" not in config.evaluation.model_fields_set:  # what clients of this API expect
         config = with_values(config, {"evaluation.temperature": 1.0})
     tokens = sum(room_for(config))
