@@ -195,7 +195,10 @@ class KeptRun(abc.ABC):
             told += f"; the last checkpoint is {self.shutdown.saved}"
         else:
             told = f"the state is in {self.shutdown.saved}"
-        return f"{done}; {told}; to go on: {how_to_resume(self.folder.root, self.setup.overrides.in_memory)}"
+        return f"{done}; {told}; to go on: {self._how_to_go_on()}"
+
+    def _how_to_go_on(self) -> str:
+        return how_to_resume(self.folder.root, self.setup.overrides.in_memory)
 
     def _summarise(self, stopped: str) -> dict[str, Any]:
         summary = {
