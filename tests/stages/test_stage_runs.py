@@ -17,6 +17,7 @@ from dapo.config.stages import build_stage
 from dapo.errors import ConfigError, UserError
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
+from dapo.orchestrator.model_writer import ModelWriter
 from dapo.stages.learner import StageLearner
 from dapo.stages.run import as_begun, resume_stage
 from data.tokenizers_for_tests import CHAT, char_tokenizer
@@ -90,6 +91,17 @@ def test_stopped_and_resumed_equals_not_stopped(whole, place, tmp_path, monkeypa
     assert json.loads((folder / "summary.json").read_text())["stopped"] == "interrupted"
     run("dpo", folder, resume=True)
     assert told(folder) == told(whole["dpo"][1])
+
+
+def test_a_stage_that_fails_says_how_it_goes_on(tmp_path, monkeypatch):
+    async def full(_):
+        raise UserError("model-after: cannot be written: No space left on device")
+
+    monkeypatch.setattr(ModelWriter, "write_after", full)
+    with pytest.raises(
+        UserError, match=r"the state is in .*step-00001; to go on: dapo\.sft\(\.\.\.\)"
+    ):
+        run("sft", tmp_path / "run", {"training.steps": 1})
 
 
 def stopping(method, at):
