@@ -45,8 +45,8 @@ PROCESS = int(3.3 * GIB)
 """Main memory of a process with a GPU, as measured in the runs of docs/async.md."""
 BESIDE = 1.19
 """How much longer updates take in the process of an engine that samples meanwhile (5.7 s and 4.8 s: docs/async.md)."""
-HAND_OVER = 0.14
-"""Share of the memory's rate at which weights get to the engine, 6 bytes each: 4.0 to 4.5 ms (docs/performance.md)."""
+HAND_OVER = 0.22
+"""Share of the memory's rate at which weights get to the engine, 6 bytes each: 2.75 ms of 0.5B (docs/performance.md)."""
 STORE, GROUP = 0.85e9, 9e9
 """Bytes a second from a learner to engines, by Ray's object store and by NCCL: 1.05 to 1.3 s and 0.11 s for 1 GB."""
 BUS = 25e9
