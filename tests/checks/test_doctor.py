@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from doctor_cases import MISTAKES, make_good, rows, write_recipe, write_rows
+from doctor_cases import MISTAKES, edit_json, make_good, rows, write_recipe, write_rows
 from typer.testing import CliRunner
 
 import own_methods
@@ -366,6 +366,21 @@ def test_what_would_have_to_be_downloaded_is_said_and_is_no_failure(
     told = json.loads(done.stdout)
     assert done.exit_code == 0 and not complaints(told["findings"])
     assert any("not downloaded" in one["found"] for one in told["findings"] if one["status"] == "skip")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_base_that_the_hub_lacks_fails_and_one_that_it_has_is_no_failure(
+    case: Path, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit_json(case / "model/adapter_config.json", peft_type="LORA", base_model_name_or_path="runs/base", r=4)
+    shutil.copy(case / "model/model.safetensors", case / "model/adapter_model.safetensors")
+    for where in ("dapo.checks.model.hub_answers", "dapo.model.hub.hub_answers"):
+        monkeypatch.setattr(where, lambda: True)
+    monkeypatch.setattr("huggingface_hub.repo_exists", lambda name: there)
+    found = complaints(doctor(code=0 if there else 1))
+    assert set(found) == (set() if there else {"model"})
+    said = "base_model_name_or_path in adapter_config.json: runs/base: neither a folder nor on the hub"
+    assert there or f"adapter model: {said}" in found["model"]["found"]
 
 
 def test_quiet_names_what_was_not_checked(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,16 @@ def test_a_dry_run_tells_of_a_folder_that_is_in_the_way(workplace: Path) -> None
         assert found.exit_code in (1, 2) and "run.dir: " in found.stderr and "# samples per step" in found.stdout
 
 
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_a_folder_that_cannot_be_written_to_is_told_at_once(option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = replace_run(monkeypatch, {})
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write anywhere
+    monkeypatch.setattr("dapo.commands.train._require_data", lambda *given: None)
+    found = run("train", "r.yaml", "run.dir=new/run", *option)
+    assert found.exit_code == 1 and f"run.dir: cannot write to {Path.cwd()}; set run.dir to another" in found.stderr
+    assert calls == []
+
+
 def test_a_dry_run_refuses_what_does_not_go_with_sampling_ahead(workplace: Path) -> None:
     ahead = ("train", "r.yaml", "--dry-run", "rollout.max_staleness=2", "runtime.device=cpu")
     assert "# prompts drawn per step, at most: 160" in run(*ahead).stdout

@@ -90,15 +90,16 @@ def test_the_implicit_reward_is_that_of_the_stage(policy: Path) -> None:
     by_hand = dapo.rank(policy / "model-after", "1+2=", ["#3"], reference=str(policy.parent / "base"))
     assert by_hand[0].score == pytest.approx(expected, abs=1e-5)
     for where, reference in ((policy, None), (policy / "model-after", str(policy.parent / "base"))):
-        changed = {"dpo.beta": 0.2, "data.max_prompt_length": 99}  # the last one is no beta
+        changed = {"dpo.beta": 0.2, "runtime.device": "auto"}  # the last one is no beta
         doubled = dapo.rank(where, "1+2=", ["#3"], reference=reference, settings=changed)
         assert doubled[0].score == pytest.approx(2 * expected, abs=1e-5)
     for wrong, said in (
         ({"dpo.beta": -1}, "greater than 0"),
         ({"reward.kind": "exact"}, "no effect here"),
         ({"evaluation.data": ["rows.jsonl"]}, "no effect here"),
-        ({"rollout.temperature": 0.5}, "no effect here, as nothing is sampled"),
-        ({"runtime.device": "cuda:99"}, "cuda"),
+        ({"rollout.temperature": 0.5}, "no effect here; leave it out"),
+        ({"model.compute_dtype": "bfloat16"}, "no effect here; leave it out"),
+        ({"data.answer_key": "a"}, "no effect here; leave it out"),
     ):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))}.*{said}"):
             dapo.rank(policy, "1+2=", ["#3"], settings=wrong)

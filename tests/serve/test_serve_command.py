@@ -33,13 +33,14 @@ LONG = {"model": "tiny", "prompt": [5, 6, 7], "n": 200, "max_tokens": 200, "temp
         (["--port", "0", "--set", "data.max_prompt_lenght=3"], "max_prompt_length"),
         (
             ["--port", "0", "--set", "evaluation.max_response_length=60", "--adapter", "a=gone"],
-            "adapter gone: no such folder",
+            "adapter gone: no such folder; name one with adapter_config.json and adapter_model.safetensors",
         ),
         (
             ["--port", "0", "--set", "evaluation.data=[gone.jsonl]"],
-            "evaluation.data: has no effect on dapo serve, as it reads no",
+            "evaluation.data: is for training and evaluation, and has no effect here; leave it out",
         ),
-        (["--port", "0", "--set", "evaluation.samples_per_prompt=4"], "requests say how many (n)"),
+        (["--port", "0", "--set", "evaluation={samples_per_prompt: 4}"], "evaluation.samples_per_prompt: is for"),
+        (["--port", "0", "--set", "data.answer_key=a"], "data.answer_key: is for training and evaluation"),
         (["--port", "0", "--set", "rollout.engine=vllm"], "vllm is not installed"),
         (["--port", "0", "--set", "evaluation.max_response_length=256"], "use evaluation.max_response_length=128"),
     ],

@@ -89,9 +89,10 @@ def said_in(recipe: Path) -> dict[str, Any]:
 def without_effect(*settings: Mapping[str, Any], unused: Sequence[str] = ()) -> list[str]:
     """Of each key in ``settings`` that inference does not take, or is one of ``unused``, what to do about it."""
     keys = dict.fromkeys(key for tree in settings for key, _ in flat(tree))
-    taken = tuple(f"{one}." for one in (*_FROM_RECIPE, *_ASKED_FOR) if one not in unused)
+    taken = tuple(f"{one}." for one in (*_FROM_RECIPE, *_ASKED_FOR) if not one.startswith(tuple(unused)))
     lost = {key: key.startswith(tuple(unused)) for key in keys if not f"{key}.".startswith(taken)}
-    own = {f"rollout.{name}": f"evaluation.{name} is what counts" for name in EvaluationConfig.model_fields}
-    own["model.path"] = "the model is the command's (or the function's) first argument"
+    own = {"model.path": "the model is the command's (or the function's) first argument"}
+    if "evaluation" not in unused:
+        own |= {f"rollout.{name}": f"evaluation.{name} is what counts" for name in EvaluationConfig.model_fields}
     kinds = ("training", "training and evaluation")
     return [f"{k}: is for {kinds[e]}, and has no effect here; {own.get(k, 'leave it out')}" for k, e in lost.items()]

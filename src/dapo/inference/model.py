@@ -51,9 +51,11 @@ def inference_config(
     recipe: Path | None = None,
     overrides: Sequence[str] = (),
     where: Mapping[str, str] | None = None,
+    unused: Sequence[str] = (),
 ) -> Config:
     """Settings for a model: defaults, then ``recipe`` or else the one it was trained by, then ``layers`` of nested
     settings, such as a benchmark's and those of options, then ``overrides``. ``where``: places of keys for messages.
+    ``unused``: keys, or beginnings of keys, that the caller makes nothing of.
     Raises ConfigError: with every problem found; a key of ``layers`` or ``overrides`` has no effect."""
     trained = recipe or model.recipe
     from_recipe = said_in(trained) if trained else {}
@@ -65,9 +67,10 @@ def inference_config(
         rollout = {key: value for key, value in rollout.items() if key not in OF_VLLM}
     trees = [_OPEN, from_recipe | {"rollout": rollout}, *layers, {"model": {"path": model.path}}]
     config = layered_config(trees, overrides, where)
-    unused = ("reward", "evaluation.metrics", "evaluation.rows")[: 2 if config.evaluation.data else 3]
+    if ONE_EACH in layers:
+        unused = (*unused, "reward", "evaluation.metrics", *["evaluation.rows"] * (not config.evaluation.data))
     asked_for = (layer for layer in (*layers, last) if layer is not ONE_EACH)
-    if ignored := without_effect(*asked_for, unused=unused if ONE_EACH in layers else ()):
+    if ignored := without_effect(*asked_for, unused=unused):
         raise ConfigError("\n".join(ignored))
     require_secrets(config.model_dump(mode="json", include=FROM_RECIPE), trained, "as section.key=value")
     return config
@@ -93,6 +96,7 @@ def settings_for(
     recipe: Path | None = None,
     overrides: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
+    unused: Sequence[str] = (),
 ) -> tuple[FoundModel, Config]:
     """A model by name, or a loaded one, and the settings for it: ``layers``, over them ``options`` by the names that
     messages tell (``--top-p`` or ``top_p``; None or []: not given) and ``settings``, a tree, and all else as for
@@ -115,7 +119,7 @@ def settings_for(
     if "rollout.url" in given:
         given["rollout.engine"] = "openai"
     layers = (*layers, nested(given), settings or {})
-    return found, inference_config(found, *layers, recipe=recipe, overrides=overrides, where=where)
+    return found, inference_config(found, *layers, recipe=recipe, overrides=overrides, where=where, unused=unused)
 
 
 def loaded_model(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Any:

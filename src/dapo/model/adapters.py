@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError, first_line, install
-from dapo.model.hub import is_name
+from dapo.model.hub import require_at_hand
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -84,11 +84,7 @@ def find_adapter(path: str | Path) -> Adapter | None:
             f"adapter {folder}: its base {base} is a folder with an adapter, too; one adapter is served, on a model of "
             "its own folder. Name that in base_model_name_or_path"
         )
-    if not is_name(found) and not os.path.isdir(Path(found).expanduser()):  # noqa: PTH112
-        raise ModelError(
-            f"adapter {folder}: its base {base} is no folder here; put the model there, or name where it is in "
-            f"base_model_name_or_path of {CONFIG_FILE}"
-        )
+    require_at_hand(f"adapter {folder}: base_model_name_or_path in {CONFIG_FILE}:", found)
     return Adapter(folder, found, settings)
 
 
@@ -96,8 +92,8 @@ def require_adapter(path: str | Path) -> Adapter:
     """The adapter in the folder ``path``. Raises ModelError: there is none, or as :func:`find_adapter`."""
     adapter = find_adapter(path)
     if adapter is None:
-        there = Path(path).expanduser().is_dir()
-        raise ModelError(f"adapter {path}: {f'the folder holds no {CONFIG_FILE}' if there else 'no such folder'}")
+        what = f"the folder holds no {CONFIG_FILE}" if Path(path).expanduser().is_dir() else "no such folder"
+        raise ModelError(f"adapter {path}: {what}; name one with {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT saves them")
     return adapter
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,20 @@ def require_folder(what: str, name: str) -> None:
 
 def require_at_hand(what: str, name: str) -> None:
     """Tell of a model that can be had from nowhere before any library is loaded for it.
-    Raises ModelError: ``name`` is no folder, nothing of it has been downloaded, and the hub cannot be reached."""
+    Raises ModelError: ``name`` is no folder, nothing of it is downloaded, and the hub lacks it or is out of reach."""
     require_folder(what, name)
-    from huggingface_hub import constants
+    from huggingface_hub import constants, repo_exists
 
     cached = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
-    if is_name(name) and not Path(name).expanduser().exists() and not cached.exists() and not hub_answers():
+    if not is_name(name) or Path(name).expanduser().exists() or cached.exists():
+        return
+    if not hub_answers():
         raise ModelError(unreachable(what, name))
+    there = True
+    with suppress(Exception):  # no clear answer: whoever loads the model says what is wrong
+        there = repo_exists(name)
+    if not there:
+        raise ModelError(f"{what} {name}: neither a folder nor on the hub")
 
 
 def is_name(name: str) -> bool:

@@ -209,6 +209,8 @@ def _make_way(root: Path, if_exists: str, only_look: bool = False) -> Path | Non
     if not there.is_dir():
         what = "a file" if there.exists() else "a link to nothing"
         raise UserError(f"run.dir: {there} is {what}; set run.dir to another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"run.dir: cannot write to {there}; set run.dir to another folder")
     if there != root or not any(root.iterdir()):
         return None
     if if_exists == "fail":

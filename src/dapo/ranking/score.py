@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.config import load_reward
 from dapo.config.composed_reward import REWARD_KINDS, RewardConfig
-from dapo.config.reading import apply_overrides
+from dapo.config.reading import apply_overrides, with_values
 from dapo.config.stages import RewardModelConfig, build_stage, load_stage, stage_named
 from dapo.data.template import letters, letters_lost_in
 from dapo.errors import ConfigError, RewardError
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _MESSAGES = "messages of the prompt"
 """Key of a prompt's meta: a policy reads a chat as it is, rewards as one text."""
 _LONGEST = 2**16
+_UNUSED = ("evaluation", "rollout", "environment", "seed", "model.compute_dtype", "model.lora", "data.prompt_key")
+_UNUSED += ("data.answer_key", "data.max_prompt_length", "runtime.threads", "runtime.deterministic")
+"""What a policy that ranks has no use for."""
 _log = logging.getLogger(__name__)
 
 
@@ -123,15 +126,12 @@ def load_ranker(model: Any, *, reference: str | None = None, overrides: Sequence
     if name in REWARD_KINDS or Path(name).suffix in (".yaml", ".yml"):
         return make_scorer(load_reward(name, overrides))
     with LOADING:
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         found = find_model(name)
         stage = stage_named(found.recipe) if found.recipe else None
         if is_reward_model(found.path):
             trained = load_stage(stage, found.recipe) if stage == "reward_model" and found.recipe else None
-            return make_scorer(_reward_of(found.path, trained, device, overrides))
-        return _implicit(found, stage == "dpo", reference, overrides, device)
+            return make_scorer(_reward_of(found.path, trained, overrides))
+        return _implicit(found, stage == "dpo", reference, overrides)
 
 
 def is_reward_model(path: str) -> bool:
@@ -151,8 +151,10 @@ def is_reward_model(path: str) -> bool:
     return classifies or read("adapter_config.json").get("task_type") == "SEQ_CLS"
 
 
-def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -> RewardConfig:
+def _reward_of(path: str, trained: Any, overrides: Sequence[str]) -> RewardConfig:
     """As the run that trained it wrote texts; else by the chat template, if there is one."""
+    import torch
+
     from dapo.model.loading import context_limit, load_tokenizer, read_config
 
     if isinstance(trained, RewardModelConfig):
@@ -161,16 +163,16 @@ def _reward_of(path: str, trained: Any, device: str, overrides: Sequence[str]) -
         template = "chat" if getattr(load_tokenizer(path), "chat_template", None) else "plain"
         longest = 4096
     limit = context_limit(read_config(path).get_text_config())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     told = {"path": path, "device": device, "template": template, "timeout_s": 600}
     told["max_length"] = min(longest, limit or longest)
     return load_reward("model", [*(f"reward.{key}={json.dumps(value)}" for key, value in told.items()), *overrides])
 
 
-def _implicit(
-    found: FoundModel, by_dpo: bool, reference: str | None, overrides: Sequence[str], device: str
-) -> ImplicitScorer:
+def _implicit(found: FoundModel, by_dpo: bool, reference: str | None, overrides: Sequence[str]) -> ImplicitScorer:
     from dapo.inference.model import ONE_EACH, settings_for
     from dapo.model.loading import read_config
+    from dapo.model.placement import device_of
 
     given = [one for one in overrides if one.startswith("dpo.")]
     tree: dict[str, Any] = {"model": {"path": found.path}}
@@ -185,12 +187,8 @@ def _implicit(
             "one); give a reward model, or with --reference the policy that DPO began with"
         )
     others = [one for one in overrides if one not in given]
-    for key in (one.partition("=")[0] for one in others if not one.startswith(("model.", "data.", "runtime."))):
-        raise ConfigError(
-            f"{key}: has no effect here, as nothing is sampled to rank by an implicit reward; leave it out"
-        )
-    there = {"runtime": {"device": device}}
-    _, settings = settings_for(found.path, {}, ONE_EACH, there, recipe=found.recipe, overrides=others)
+    _, settings = settings_for(found.path, {}, ONE_EACH, recipe=found.recipe, overrides=others, unused=_UNUSED)
+    settings = with_values(settings, {"runtime.device": device_of(settings).type})
     return ImplicitScorer(settings, find_model(reference).path, trained.dpo.beta)
 
 

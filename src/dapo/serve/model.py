@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dapo.inference.model import LocalEngine
 
 _PART_S = 1e-3  # for each sample, between its parts: several times what it takes to send one
-_NOT_SERVED = {"evaluation.data": "it reads no files", "evaluation.samples_per_prompt": "requests say how many (n)"}
+_UNUSED = ("evaluation.data", "evaluation.samples_per_prompt", "data.prompt_key", "data.answer_key", "environment")
 _Names = Mapping[str, str | None]
 """Of models, with the folders of their adapters."""
 
@@ -213,10 +213,8 @@ def prepare_served(
     name = name or Path(path).name
     if name in (adapters or {}):
         raise ConfigError(f"--adapter {name}: the model has this name; give it another one with --name")
-    _, config = settings_for(path, {}, ONE_EACH, recipe=recipe if is_recipe else None, overrides=overrides)
-    for key, why in _NOT_SERVED.items():
-        if any(one.startswith(f"{key}=") for one in overrides):
-            raise ConfigError(f"{key}: has no effect on dapo serve, as {why}; leave it out")
+    given: dict[str, Any] = {"recipe": recipe if is_recipe else None, "overrides": overrides}
+    _, config = settings_for(path, {}, ONE_EACH, **given, unused=_UNUSED)
     if config.rollout.engine == "vllm":
         find_vllm()
     if "temperature" not in config.evaluation.model_fields_set:  # what clients of this API expect

@@ -59,7 +59,8 @@ def check(
 
     files, overrides = files_and_settings(words)
     if not files:
-        raise ConfigError("no files are named; give FILES of labelled cases: dapo reward check math FILE.jsonl")
+        text = f"{reward!r} stands where the recipe or kind of reward does, and no files of cases follow"
+        raise ConfigError(f"{text}; give both: dapo reward check math FILE.jsonl")
     config = load_reward(reward, overrides)
     cases = read_cases(files, config)
     require_writable("--json", output, files)
