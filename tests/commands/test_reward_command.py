@@ -154,12 +154,10 @@ def test_bad_cases_are_exit_code_2_and_all_are_named_before_anything_is_scored()
 
 def test_cases_where_the_reward_belongs_are_told():
     cases = written("c.jsonl", {"gold": "4", "response": "4", "expected": True})
-    result = reward("check", cases, "reward.kind=exact")
-    assert result.exit_code == 2
-    assert "'c.jsonl' stands where the recipe or kind of reward does, and no files of cases follow" in flat(
-        result.stderr
-    )
-    assert "dapo reward check math FILE.jsonl" in flat(result.stderr)
+    for word, said in (("reward.kind=exact", "error: no files are named: "), (cases, "error: ")):
+        result = reward("check", cases, word)
+        assert result.exit_code == 2
+        assert f"{said}'c.jsonl' is taken for the recipe or kind of reward, which comes before" in flat(result.stderr)
 
 
 def test_a_broken_reward_function_is_exit_code_1_and_names_the_case():

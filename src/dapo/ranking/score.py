@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 _MESSAGES = "messages of the prompt"
 """Key of a prompt's meta: a policy reads a chat as it is, rewards as one text."""
 _LONGEST = 2**16
-_UNUSED = ("evaluation", "rollout", "environment", "seed", "model.compute_dtype", "model.lora", "data.prompt_key")
-_UNUSED += ("data.answer_key", "data.max_prompt_length", "runtime.threads", "runtime.deterministic")
+_UNUSED = (
+    *("evaluation", "rollout", "environment", "seed", "model.compute_dtype", "model.lora", "data.prompt_key"),
+    *("data.answer_key", "data.max_prompt_length", "runtime.threads", "runtime.deterministic"),
+)
 """What a policy that ranks has no use for."""
 _log = logging.getLogger(__name__)
 

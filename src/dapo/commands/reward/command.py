@@ -58,9 +58,9 @@ def check(
     from dapo.reward.check import check_cases, read_cases
 
     files, overrides = files_and_settings(words)
-    if not files:
-        text = f"{reward!r} stands where the recipe or kind of reward does, and no files of cases follow"
-        raise ConfigError(f"{text}; give both: dapo reward check math FILE.jsonl")
+    if not files or reward.endswith(".jsonl"):
+        text = f"{reward!r} is taken for the recipe or kind of reward, which comes before FILES of labelled cases"
+        raise ConfigError(f"{'' if files else 'no files are named: '}{text}: dapo reward check math FILE.jsonl")
     config = load_reward(reward, overrides)
     cases = read_cases(files, config)
     require_writable("--json", output, files)
