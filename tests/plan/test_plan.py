@@ -135,6 +135,31 @@ def test_no_cluster(text: str) -> None:
 # --- memory over ranks ------------------------------------------------------------------------------------------------
 
 
+def test_whole_copies_share_nothing_and_main_memory_takes_what_it_is_told_to() -> None:
+    ray = ("model.path=7B", "runtime.kind=ray", "runtime.learner.workers=8", "training.activation_checkpointing=true")
+    ray += ("training.tokens_per_micro_batch=2048",)
+    shared = estimated("8xH200", *ray)
+    whole = estimated("8xH200", *ray, "runtime.learner.sharded=false")
+    offloaded = estimated("8xH200", *ray, "runtime.learner.cpu_offload=true")
+    for part in ("weights", "gradients", "adam"):
+        assert getattr(whole.memory(), part) == pytest.approx(8 * getattr(shared.memory(), part), abs=64)
+        assert getattr(offloaded.memory(), part) == 0
+    assert shared.fits and not whole.fits
+    assert 0 < whole.network() < shared.network()
+    assert any("(whole on each)" in text for text in whole.assumptions())
+    moved = offloaded.main_memory() - shared.main_memory()
+    assert moved == pytest.approx(16 * 7_615_616_512, rel=1e-6) and offloaded.needed() < shared.needed()
+
+
+def test_a_forward_pass_is_a_third_of_an_update_whatever_the_prompts() -> None:
+    for prompt, response in ((100, 300), (500, 20)):
+        forward, both = estimated("H200", assumed=Assumed(response, prompt, 1.0)).operations()
+        assert 3 <= both / forward <= 3.5
+    assert estimated("H200", assumed=Assumed(20, 500, 1.0)).passes(0, 0) == (0, 0)
+    found = estimated("H200", "model.path=7B").passes(10, 0)[0]  # tokens that are not predicted need no head
+    assert found == pytest.approx(20 * (7_615_616_512 - 2 * 152_064 * 3_584) + 4 * 10 * 50 * 3_584 * 28, rel=1e-6)
+
+
 def test_ranks_share_what_is_trained_and_each_has_a_whole_engine() -> None:
     one, eight = estimated("H200", "model.path=7B").memory(), estimated("8xH200", "model.path=7B").memory()
     for part in ("weights", "gradients", "adam"):

@@ -98,9 +98,7 @@ def test_a_stage_that_fails_says_how_it_goes_on(tmp_path, monkeypatch):
         raise UserError("model-after: cannot be written: No space left on device")
 
     monkeypatch.setattr(ModelWriter, "write_after", full)
-    with pytest.raises(
-        UserError, match=r"the state is in .*step-00001; to go on: dapo\.sft\(\.\.\.\)"
-    ):
+    with pytest.raises(UserError, match=r"the state is in .*step-00001; to go on: dapo\.sft\(\.\.\.\)"):
         run("sft", tmp_path / "run", {"training.steps": 1})
 
 

@@ -67,7 +67,7 @@ from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
 from dapo.model.loading import cached_numbers, check_supported, key_value_heads, read_config
 from dapo.model.nf4 import numbers
-from dapo.training.lora import shape_of
+from dapo.training.lora import held_whole, in_main_memory, shape_of
 from dapo.training.moments import moment_bytes, streamed_bytes
 from dapo.util import memory as system_memory
 
@@ -150,21 +150,22 @@ def predict_memory(config: AnyConfig, shape: Any, on_gpu: bool = False, ranks: i
     every = sum(map(numbers, shape.parameters()))  # tied embeddings, in two places, count once
     frozen = sum(p.numel() * (width if p.is_floating_point() else 1) for p in shape.parameters()) - width * trained
     wide = width * max((numbers(p) for p in shape.parameters() if not p.is_floating_point()), default=0)
-    held = trained if has_adapter(shape) else -(-trained // ranks)
+    held = trained if held_whole(config, shape) else -(-trained // ranks)
+    there = on_gpu and in_main_memory(config, shape, ranks)
     tokens = min(training.tokens_per_micro_batch, max(_longest(config), _update_tokens(config) // ranks))
     offloaded = on_gpu and training.offload_optimizer
     adam = (checkpoint_bytes(config, shape) - 4 * trained) * held // trained
     memory = Memory(
-        weights=4 * held + frozen,
-        gradients=4 * held,
-        adam=0 if offloaded else adam,
+        weights=(0 if there else 4 * held) + frozen,
+        gradients=0 if there else 4 * held,
+        adam=0 if offloaded or there else adam,
         casts=_gathered(config, shape) if held < trained else 0 if width == 4 else _casts(config, shape),
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=_head(shape, tokens, on_gpu, width),
         at_work=int(tokens * (_layer(config, shape, True) if on_gpu else 2 * width * mlp_width(shape))) + wide,
         loading=width * every if wide else 0,
         streamed=streamed_bytes(held, training.moments, offloaded),
-        host=adam * offloaded,
+        host=(8 * held + adam) if there else adam * offloaded,
     )
     return memory if isinstance(config, StageConfig) else _with_engine(memory, config, shape, on_gpu, ranks)
 

@@ -90,7 +90,7 @@ def planned(config: Any, cluster: str, assumed: Assumed, price: float | None = N
     evaluations = estimate.evaluations_s(steps)
     hours = (steps * seconds["step"] + (evaluations or 0.0)) / 3600 * where.total
     would_fit = {} if estimate.fits else {change: (size, rows) for change, size, rows in estimate.would_fit()}
-    more = config.runtime.kind == "local" and (estimate.ranks > 1 or any("GPUs" in change for change in would_fit))
+    more = config.runtime.kind == "local" and estimate.ranks > 1
     unknown = ["evaluations are not in it, as it is not known how many rows they have"] if evaluations is None else []
     return {
         "model": name,
@@ -124,12 +124,13 @@ def _gib(sizes: Mapping[str, float]) -> dict[str, float]:
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     where, memory, seconds = found["cluster"], dict(found["gpu_gib"]), dict(found["step_seconds"])
     needed, usable, step = memory.pop("needed at once"), memory.pop("usable"), seconds.pop("step")
-    yield f"model        {found['model']}, {found['parameters'] / 1e9:.2f} B parameters"
+    count = found["parameters"]
+    yield f"model        {found['model']}, {f'{count / 1e9:.2f} B' if count > 1e8 else f'{count:,}'} parameters"
     hosts = f"{where['hosts']} hosts x " if where["hosts"] > 1 else ""
     yield f"GPUs         {hosts}{where['gpus_of_each']} x {where['card']}"
     yield from ([f"not yet      {found['not_yet']}"] if found["not_yet"] else [])
-    verdict = "fits" if found["fits"] else "DOES NOT FIT"
-    yield f"GPU memory   {needed:.1f} of {usable:.1f} GiB at once: {verdict}; {found['rows_at_once']} sequences at once"
+    verdict = f"fits; {found['rows_at_once']} sequences at once" if found["fits"] else "DOES NOT FIT"
+    yield f"GPU memory   {needed:.1f} of {usable:.1f} GiB at once: {verdict}"
     yield from (f"  {part:<22} {size:8.2f} GiB" for part, size in memory.items())
     yield from ([f"engine       {found['engine']}"] if found["engine"] else [])
     if found["would_fit"]:
@@ -143,6 +144,6 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"step         {step:.1f} s, {tokens:,} tokens {counts}"
     yield from (f"  {phase:<22} {value:8.2f} s" for phase, value in seconds.items())
     money = "" if found["usd"] is None else f", {found['usd']:,.2f} USD"
-    yield f"run          {counted(found['steps'], 'step')}, {found['gpu_hours']:,.1f} GPU hours{money}"
+    yield f"run          {counted(found['steps'], 'step')}, {found['gpu_hours']:,.2f} GPU hours{money}"
     yield "assumed"
     yield from (f"  - {text}" for text in found["assumed"])

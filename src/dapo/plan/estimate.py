@@ -25,17 +25,15 @@ from dapo.checks.memory import (
 from dapo.checks.reward_memory import unknown_models
 from dapo.checks.settings import BYTES_PER_TOKEN, checkpoints_kept
 from dapo.config import Config
-from dapo.config.placement import bundles
 from dapo.config.plan import evaluated_rows
 from dapo.config.reading import with_values
-from dapo.config.stages import StageConfig
 from dapo.errors import ConfigError
 from dapo.model.adapters import find_adapter, has_adapter
 from dapo.model.loading import check_supported, read_config
 from dapo.orchestrator.mfu import CardLimits
-from dapo.plan.hardware import NETWORK, Cluster, published_shape, rates_for, read_cluster
+from dapo.plan.hardware import NETWORK, Cluster, apart, cluster_of, gpus_asked, published_shape, rates_for, read_cluster
 from dapo.plan.rollout import Decoding, Sampling, sample
-from dapo.training.lora import shape_of
+from dapo.training.lora import held_whole, in_main_memory, shape_of
 
 CONTEXT = int(0.8 * GIB)
 """Of a GPU's memory: CUDA's context and its libraries. Assumed."""
@@ -46,7 +44,7 @@ PROCESS = int(3.3 * GIB)
 BESIDE = 1.19
 """How much longer updates take in the process of an engine that samples meanwhile (5.7 s and 4.8 s: docs/async.md)."""
 HAND_OVER = 0.22
-"""Share of the memory's rate at which weights get to the engine, 6 bytes each: 2.75 ms of 0.5B (docs/performance.md)."""
+"""Share of the memory's rate at which weights get to the engine, 6 bytes each: 2.75 ms (docs/performance.md)."""
 STORE, GROUP = 0.85e9, 9e9
 """Bytes a second from a learner to engines, by Ray's object store and by NCCL: 1.05 to 1.3 s and 0.11 s for 1 GB."""
 BUS = 25e9
@@ -61,30 +59,6 @@ class Assumed:
     prompt: float
     keep: float
     reward_s: float = 0.0
-
-
-def apart(config: Any) -> bool:
-    if isinstance(config, StageConfig):
-        return False
-    if config.runtime.kind == "ray":
-        return bool(config.runtime.placement == "disaggregated")
-    return config.rollout.device not in (None, "cuda", "cuda:0")
-
-
-def gpus_asked(config: Config) -> dict[str, float]:
-    """By role, of a recipe that says so; empty: it takes all that there are."""
-    if config.runtime.kind == "ray":
-        found: dict[str, float] = {}
-        for bundle in bundles(config, gpus=True):
-            found[bundle.role] = found.get(bundle.role, 0.0) + bundle.gpus
-        return found
-    return {"learner": 1, "engine": config.rollout.tensor_parallel} if apart(config) else {}
-
-
-def cluster_of(config: Config, card: str = "H200") -> str:
-    """What a recipe asks for: so many GPUs of one host, or whole hosts of 8."""
-    count = ceil(sum(gpus_asked(config).values())) or 1
-    return f"{count}x{card}" if count <= 8 else f"{ceil(count / 8)}x8x{card}"
 
 
 def estimate_for(
@@ -238,7 +212,8 @@ class Estimate:
             step=text.num_hidden_layers * rates["layer"] + (limits.weight_bytes + wide) / bytes_s,
             row=limits.weight_bytes / (rates["matmul"] * operations_s) + 8 * text.vocab_size / bytes_s,
             token=limits.cache_bytes / bytes_s,
-            prompt_token=limits.weight_bytes / (rates["update"] * operations_s),  # 2 operations for each 2 bytes
+            # 2 operations for each 2 bytes
+            prompt_token=(limits.weight_bytes - self.head_bytes) / (rates["update"] * operations_s),
         )
 
     def sampled(self, groups: int, samples: int, keep: float, limit: int, ahead: bool = False) -> tuple[float, float]:
@@ -266,22 +241,30 @@ class Estimate:
         assumed, text = self.assumed, self.shape.config.get_text_config()
         heads = text.num_attention_heads
         width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-        attention = 4 * predicted * (assumed.prompt + assumed.response / 2) * width * text.num_hidden_layers
+        pairs = predicted * (assumed.prompt + assumed.response / 2) + (computed - predicted) * assumed.prompt / 2
+        attention = 4 * pairs * width * text.num_hidden_layers
         again = 1 if self.config.training.activation_checkpointing else 0
         layers = (1 + again / 3) * self.limits.operations_per_token * computed
         both = layers + self.limits.operations_per_prediction * predicted + (3.5 + again) * attention
-        return self.limits.weight_bytes * predicted + attention, both
+        return self.limits.weight_bytes * computed - self.head_bytes * (computed - predicted) + attention, both
+
+    @property
+    def head_bytes(self) -> int:
+        """Of the output head in 2 bytes, and its operations for a token; only tokens that are predicted need it."""
+        head = self.shape.get_output_embeddings()
+        return 0 if head is None else 2 * head.weight.numel()
 
     def network(self) -> float:
         """Seconds of a step in which ranks gather weights and add up gradients: of the layers in each pass (in 2 bytes,
-        twice, and in 4), of the rest in each update (in 4 and 4)."""
-        config, assumed = self.config, self.assumed
-        if self.ranks == 1 or has_adapter(self.shape):
-            return 0.0
+        twice, and in 4), of the rest in each update (in 4 and 4); of whole copies all gradients in each update."""
+        config, assumed, cluster = self.config, self.assumed, self.cluster
+        among = replace(cluster, hosts=ceil(self.ranks / cluster.gpus), gpus=min(self.ranks, cluster.gpus))
+        if held_whole(config, self.shape):
+            return config.updates_per_step * among.exchange(8 * trained_of(self.shape))
         samples = config.training.groups_per_update * config.rollout.samples_per_prompt / self.ranks
         passes = ceil(samples * (assumed.response + assumed.prompt) / config.training.tokens_per_micro_batch)
         layers, outside, _ = outside_layers(self.shape)
-        return config.updates_per_step * self.cluster.exchange(8 * (passes * layers + outside))
+        return config.updates_per_step * among.exchange(8 * (passes * layers + outside))
 
     def seconds(self) -> dict[str, float]:
         """Of a step, by phase; ``step``: of all."""
@@ -379,14 +362,17 @@ class Estimate:
         models = " or ".join(sorted(m for m in names if not any(m != one and m in one for one in names)))
         yield f"rates measured on the {card} with {models}{scaled} (bench/rates.py writes them)"
         if self.ranks > 1:
-            kind = "an adapter whole on each" if has_adapter(self.shape) else "FSDP2 over all"
+            adapter = "an adapter, " if has_adapter(self.shape) else ""
+            kind = f"{adapter}whole on each" if held_whole(self.config, self.shape) else "FSDP2 over all"
             where = f"{self.engines} engines on GPUs of their own" if apart(self.config) else "an engine on each GPU"
-            yield f"{where}, training on {self.ranks} GPUs ({kind}): only 0.5B by FSDP2 on two was measured"
+            yield f"{where}, training on {self.ranks} GPUs ({kind}): only 0.5B on two was measured"
             yield f"{NETWORK * 8e-9:.0f} Gbit/s a GPU between hosts, and GPUs that never wait for each other"
         if self.config.model.compute_dtype == "float32":
             yield "times are those of bfloat16; model.compute_dtype=float32 takes several times as long"
         if self.config.runtime.exact:
             yield "times and activations are those without runtime.exact, which takes more of both"
+        if in_main_memory(self.config, self.shape, self.ranks):
+            yield "times are those without runtime.learner.cpu_offload, which copies weights and gradients to and fro"
         if self.config.rollout.engine != "native":
             yield "other engines are not in it: the native engine is planned for"
         for path in unknown_models(self.config, True):

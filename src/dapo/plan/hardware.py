@@ -6,9 +6,13 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+from dapo.config import Config
+from dapo.config.placement import bundles
+from dapo.config.stages import StageConfig
 from dapo.errors import ConfigError, ModelError
 from dapo.orchestrator.mfu import CARDS, Card
 
@@ -78,3 +82,30 @@ def published_shape(name: str) -> tuple[str, Any]:
         f"model {name}: is neither here nor in the table of published shapes; give as model.path a folder with its "
         f"config.json, a size such as 7B, or one of {', '.join(_table('shapes'))}"
     )
+
+
+# --- what a recipe asks for -------------------------------------------------------------------------------------------
+
+
+def apart(config: Any) -> bool:
+    if isinstance(config, StageConfig):
+        return False
+    if config.runtime.kind == "ray":
+        return bool(config.runtime.placement == "disaggregated")
+    return config.rollout.device not in (None, "cuda", "cuda:0")
+
+
+def gpus_asked(config: Config) -> dict[str, float]:
+    """By role, of a recipe that says so; empty: it takes all that there are."""
+    if config.runtime.kind == "ray":
+        found: dict[str, float] = {}
+        for bundle in bundles(config, gpus=True):
+            found[bundle.role] = found.get(bundle.role, 0.0) + bundle.gpus
+        return found
+    return {"learner": 1, "engine": config.rollout.tensor_parallel} if apart(config) else {}
+
+
+def cluster_of(config: Config, card: str = "H200") -> str:
+    """What a recipe asks for: so many GPUs of one host, or whole hosts of 8."""
+    count = ceil(sum(gpus_asked(config).values())) or 1
+    return f"{count}x{card}" if count <= 8 else f"{ceil(count / 8)}x8x{card}"

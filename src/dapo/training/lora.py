@@ -90,6 +90,16 @@ def trainable_shape(config: ModelConfig, model_config: Any, classifier: bool = F
         return begin_adapter(as_classifier(model, 0) if classifier else model, config, 0)
 
 
+def held_whole(config: Any, shape: Any) -> bool:
+    """Whether each of several workers that train holds all that is trained, as an adapter's always do."""
+    return has_adapter(shape) or config.runtime.learner.sharded is False
+
+
+def in_main_memory(config: Any, shape: Any, workers: int) -> bool:
+    """Whether parameters, gradients and moments lie there (``runtime.learner.cpu_offload``)."""
+    return config.runtime.learner.cpu_offload and workers > 1 and not held_whole(config, shape)
+
+
 def shape_of(config: Any, model_config: Any) -> Any:
     """:func:`trainable_shape` of a whole recipe, of a run or a stage."""
     return trainable_shape(config.model, model_config, isinstance(config, RewardModelConfig))
