@@ -116,7 +116,7 @@ class Rerun:
         if state:
             self.trainer.load_state(start.folder / "optimizer")
             self._use(of_step(start.place.begun))
-            self.preparer.load_state(state["prepare"])
+            self.preparer.kl.load_state(state["prepare"])
             self._under_way = state["step"] if start.place.updates else None
 
     def go_to(self, step: int, phase: Callable[[str], None]) -> None:
