@@ -73,9 +73,8 @@ def find_start(folder: RunFolder, config: Config, step: int, update: int) -> Sta
 def _starts(folder: RunFolder) -> Iterator[Start]:
     if holds_model(folder.model_before):
         yield Start(folder.model_before, CheckpointId(0))
-    if folder.checkpoints.is_dir():
-        for place in Checkpoints(folder.checkpoints).places():
-            yield Start(folder.checkpoints / place.name, place)
+    for place in Checkpoints(folder.checkpoints).places():
+        yield Start(folder.checkpoints / place.name, place)
 
 
 class Rerun:
