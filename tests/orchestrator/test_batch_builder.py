@@ -320,7 +320,7 @@ def test_the_adaptive_coefficient_follows_its_formula() -> None:
         found.builder.observe([report(kl, 3.0), report(kl, 1.0)], found.batch)
         assert found.builder.kl.coef == pytest.approx(beta)
         assert cast(DapoObjective, found.learner.objective).kl_coef == found.builder.kl.coef
-    assert found.builder.state() == {"coef": found.builder.kl.coef}
+    assert found.builder.kl.state() == {"coef": found.builder.kl.coef}
 
 
 def test_the_adaptive_coefficient_sees_the_mean_over_tokens_and_not_over_updates() -> None:
@@ -333,7 +333,7 @@ def test_the_adaptive_coefficient_sees_the_mean_over_tokens_and_not_over_updates
 def test_a_fixed_coefficient_stays() -> None:
     found = prepare(GROUPS, algorithm__kl__mode="loss", algorithm__kl__coef=0.1)
     found.builder.observe([report(100.0, 1.0)], found.batch)
-    assert found.builder.kl.coef == 0.1 and found.builder.state() == {}
+    assert found.builder.kl.coef == 0.1 and found.builder.kl.state() == {}
 
 
 # --- the learner's door -------------------------------------------------------------------------------------------

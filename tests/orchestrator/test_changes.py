@@ -272,7 +272,7 @@ def test_an_adaptive_kl_coefficient_stays_unless_it_is_changed_itself() -> None:
         return config_for(Path("run"), {f"algorithm.kl.{key}": value for key, value in kl.items()})
 
     preparer = BatchBuilder(config(mode="loss", coef=0.1, target=0.01, horizon=1000))
-    preparer.load_state({"coef": 0.25})
+    preparer.kl.load_state({"coef": 0.25})
     preparer.use(config(mode="loss", coef=0.1, target=0.02, horizon=2000))
     assert preparer.kl.coef == 0.25 and preparer.kl.target == 0.02
     preparer.use(config(mode="loss", coef=0.5, target=0.02, horizon=2000))

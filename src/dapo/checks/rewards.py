@@ -18,7 +18,7 @@ from typing import Any
 from dapo.checks.answers import marker_of, spread, strip_marker
 from dapo.checks.context import CheckContext, Finding
 from dapo.config import CodeReward, ComposeReward, Config, ExactReward, MathReward, RewardConfig
-from dapo.config.composed_reward import plain_rewards
+from dapo.config.composed_reward import changed_each, plain_rewards
 from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
@@ -71,16 +71,13 @@ def _program(prompt: Prompt, key: str) -> str | None:
 
 def impatient(reward: RewardConfig) -> RewardConfig:
     """The same reward, but that a server that does not answer is given up after a few seconds."""
-    if isinstance(reward, ComposeReward):
-        parts = {
-            name: part if part.reward is None else part.model_copy(update={"reward": impatient(part.reward)})
-            for name, part in reward.parts.items()
-        }
-        return reward.model_copy(update={"parts": parts})
-    if isinstance(reward, RemoteReward):
-        limit = {"give_up_after_s": REACHED_WITHIN_S, "timeout_s": min(reward.timeout_s, 30.0)}
-        return reward.model_copy(update=limit)
-    return reward
+
+    def limits(one: RewardConfig) -> dict[str, float]:
+        if not isinstance(one, RemoteReward):
+            return {}
+        return {"give_up_after_s": REACHED_WITHIN_S, "timeout_s": min(one.timeout_s, 30.0)}
+
+    return changed_each(reward, limits)
 
 
 def check_sandbox(context: CheckContext) -> Iterator[Finding]:

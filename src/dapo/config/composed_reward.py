@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Annotated, Literal, TypeVar, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field, field_validator
 
@@ -109,12 +109,20 @@ def plain_rewards(reward: RewardBase) -> Iterator[RewardBase]:
         yield reward
 
 
+def changed_each(reward: Kind, change: Callable[[Any], Mapping[str, Any]]) -> Kind:
+    """With the values that ``change`` gives for each of :func:`plain_rewards`."""
+    if not isinstance(reward, ComposeReward):
+        return reward.model_copy(update=change(reward))
+    parts = {
+        name: part.model_copy(update={"reward": part.reward and changed_each(part.reward, change)})
+        for name, part in reward.parts.items()
+    }
+    return reward.model_copy(update={"parts": parts})
+
+
 def off_gpu(reward: Kind) -> Kind:
     """With reward models of ``device: auto`` on the processor, where the GPUs are others'."""
-    if isinstance(reward, ComposeReward):
-        parts = {k: p.model_copy(update={"reward": p.reward and off_gpu(p.reward)}) for k, p in reward.parts.items()}
-        return reward.model_copy(update={"parts": parts})
-    return reward.model_copy(update={"device": "cpu"}) if getattr(reward, "device", None) == "auto" else reward
+    return changed_each(reward, lambda one: {"device": "cpu"} if getattr(one, "device", None) == "auto" else {})
 
 
 def _broken_names(reward: ComposeReward) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dapo.config.composed_reward import REWARD_KINDS, ComposeReward, RewardConfig
+from dapo.config.composed_reward import REWARD_KINDS, RewardConfig, changed_each
 from dapo.config.data import DataItem
 from dapo.config.messages import build_tree, fields_at
 from dapo.config.on_resume import without_gone
@@ -185,16 +185,11 @@ def beside(config: Config, folder: Path) -> Config:
 
 
 def _reward_beside(reward: Any, folder: Path) -> Any:
-    if isinstance(reward, ComposeReward):
-        parts = {
-            name: part.model_copy(update={"reward": part.reward and _reward_beside(part.reward, folder)})
-            for name, part in reward.parts.items()
-        }
-        return reward.model_copy(update={"parts": parts})
+    def beside(one: Any) -> dict[str, str]:
+        named = {key: getattr(one, key) for key in one.FILES}
+        return {key: _named_beside(value, folder) for key, value in named.items() if value is not None}
 
-    named = {key: getattr(reward, key) for key in reward.FILES}
-    beside = {key: _named_beside(value, folder) for key, value in named.items() if value is not None}
-    return reward.model_copy(update=beside)
+    return changed_each(reward, beside)
 
 
 def _named_beside(value: str, folder: Path) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo.errors import ConfigError
+from dapo.util.escapes import texts_in
 
 BLANK = "(not recorded)"
 
@@ -111,20 +112,9 @@ def redact_command(command: Sequence[str]) -> list[str]:
     return words
 
 
-def blanks(value: Any, key: str = "") -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from blanks(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for item in value:
-            yield from blanks(item, key)
-    elif isinstance(value, str) and BLANK in value:
-        yield key
-
-
 def require_secrets(value: Any, place: object, remedy: str, key: str = "") -> None:
     """Refuse a recipe that was read from a run folder, as long as secrets are blank in it. ``value``: the recipe's keys
     and values, or those below ``key``.
     Raises ConfigError: some are blank."""
-    if hidden := list(blanks(value, key)):
+    if hidden := [re.sub(r"\[\d+\]", "", name) for name, text in texts_in(value, key) if BLANK in text]:
         raise ConfigError(f"{place}: secrets are not kept in a run folder: give {', '.join(hidden)} again, {remedy}")

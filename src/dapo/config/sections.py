@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from dapo.config.common import HeldOutConfig, OptimizerConfig
 from dapo.config.request_template import RequestTemplate
@@ -189,6 +189,9 @@ class EvaluationConfig(HeldOutConfig):
         return value
 
 
+Tracker = Annotated[PathText, AfterValidator(OneOf(("tensorboard", "wandb", "mlflow", "trackio")))]
+
+
 class RunConfig(Section):
     dir: PathText | None = None
     """Run folder; by default runs/<name of the recipe>."""
@@ -209,8 +212,8 @@ class RunConfig(Section):
     """Write every sample (text, reward, advantage, kept or why not) to samples/step-*.jsonl, and its tokens and
     log-probabilities beside it. A number, such as 0.1: this share of the groups, from which a step cannot be
     replayed."""
-    trackers: list[Annotated[PathText, AfterValidator(OneOf(("tensorboard", "wandb", "mlflow", "trackio")))]] = Field(
-        default_factory=list
+    trackers: Annotated[list[Tracker], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = (
+        Field(default_factory=list)
     )
     """Where metrics, recipe and summary go beside the run folder (each needs the extra of its name; trackers.md), and
     observers of yours (extending.md)."""
@@ -220,9 +223,3 @@ class RunConfig(Section):
     prometheus_port: int | None = Field(None, ge=1, le=65535)
     """Serve metrics and resources for Prometheus at http://127.0.0.1:PORT/metrics as long as the run goes on (needs
     `dapo-rl[prometheus]`)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_tracker(cls, data: Any) -> Any:
-        one = isinstance(data, dict) and isinstance(data.get("trackers"), str)
-        return data | {"trackers": [data["trackers"]]} if one else data

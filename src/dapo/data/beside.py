@@ -55,11 +55,9 @@ class Beside:
     def heard(self, groups: Sequence[Group]) -> None:
         """What became of prompts: those whose source wants to know are told to it."""
         for side in self._sides:
-            if hasattr(side, "heard") and (mine := [group for group in groups if self._is_from(side, group.prompt)]):
-                side.heard(mine)
-
-    def _is_from(self, side: Side, prompt: Prompt) -> bool:
-        return prompt.row >= self._first and prompt.meta.get("source") == side.kind
+            made = [g for g in groups if g.prompt.row >= self._first and g.prompt.meta.get("source") == side.kind]
+            if made and hasattr(side, "heard"):
+                side.heard(made)
 
     def metrics(self) -> dict[str, float]:
         return {name: value for side in self._sides for name, value in side.metrics().items()}

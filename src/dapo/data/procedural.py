@@ -6,7 +6,6 @@ number alone. So mixtures, difficulty and resume work as for files: the position
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -18,7 +17,7 @@ from urllib.parse import parse_qsl
 from dapo.data.cache import key_of
 from dapo.data.rows import BadRow, Table
 from dapo.errors import DataError, extra, first_line
-from dapo.util.files import file_hash
+from dapo.util.files import file_hash, json_or_text
 from dapo.util.user_code import load_named
 
 _PATH = re.compile(r"(?P<module>reasoning_gym|.+\.py):(?P<name>\w+)(?:\?(?P<options>.*))?")
@@ -41,7 +40,7 @@ def open_procedural(path: str) -> ProceduralRows | None:
     """None: ``path`` names something else. Raises DataError: there is no such task or function."""
     if (found := _PATH.fullmatch(path)) is None:
         return None
-    options: dict[str, Any] = {key: _value(text) for key, text in parse_qsl(found["options"] or "")}
+    options: dict[str, Any] = {key: json_or_text(text) for key, text in parse_qsl(found["options"] or "")}
     size, seed = options.pop("size", _SIZE), options.pop("seed", 0)
     if not isinstance(size, int) or size < 1:
         raise DataError(f"{path}: size must be a whole number above 0")
@@ -50,13 +49,6 @@ def open_procedural(path: str) -> ProceduralRows | None:
         return ProceduralRows(path, size, key_of(path, told), lambda number: _row(task[number]))
     make = partial(load_named(f"{found['module']}:{found['name']}", path, DataError), seed=seed, **options)
     return ProceduralRows(path, size, key_of(path, file_hash(Path(found["module"]))), make)
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _task(path: str, name: str, size: int, seed: int, options: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo.errors import ConfigError
-from dapo.util.files import parse_json
+from dapo.util.files import json_or_text, parse_json
 
 RESERVED = ("reset", "reply", "reward", "last_turn", "close")
 """Public names of an environment that are no tools."""
@@ -107,14 +107,7 @@ def _xml(text: str) -> Call:
         raise ValueError("there is no <function=NAME>")
     whole = "".join(named[2].rpartition("</parameter>")[:2])  # each search of it finds an end: no quadratic time
     given = re.findall(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>", whole, re.DOTALL)
-    return Call(named[1], {name: _value(value) for name, value in given})
-
-
-def _value(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text
+    return Call(named[1], {name: json_or_text(value) for name, value in given})
 
 
 _FORMATS: tuple[tuple[str, str, Callable[[str], Any]], ...] = (

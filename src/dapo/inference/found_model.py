@@ -57,8 +57,7 @@ def find_model(name: str) -> FoundModel:
             raise ModelError(f"model {name!r}: no such folder")
         return FoundModel(name)  # whether the hub has it shows when it is loaded
     runs = folder / "checkpoints"
-    furthest_first = reversed(Checkpoints(runs).places() if runs.is_dir() else [])
-    kept = (runs / place.name / "model" for place in furthest_first)
+    kept = (runs / place.name / "model" for place in reversed(Checkpoints(runs).places()))  # the furthest first
     places = [folder, folder / "model", folder / "model-after", *kept]
     found = next((place for place in places if holds_model(place)), None)
     if found is None:

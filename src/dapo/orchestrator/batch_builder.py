@@ -8,7 +8,7 @@ Advantages come last because a KL in the reward needs the log-probabilities of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -137,12 +137,6 @@ class BatchBuilder:
         kl = sum(total for total, _ in pairs) / tokens if tokens else math.nan
         if math.isfinite(kl):
             self.kl.update(kl, len(np.unique(batch.sample_numbers)))
-
-    def state(self) -> dict[str, float]:
-        return self.kl.state()
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        self.kl.load_state(state)
 
     def _shaped(self, group: Group) -> Group:
         algorithm = self.config.algorithm

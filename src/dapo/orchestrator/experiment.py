@@ -114,7 +114,7 @@ class Experiment(KeptRun):
         model, tell = self.config.model, self.listener.warning
         types = export_dtype(roles.placed.model, model.export_dtype), getattr(torch, model.compute_dtype)
         models = ModelWriter(folder, roles.learner, setup.tokenizer, tell, roles.placed.stop_ids, *types)
-        remember: dict[str, Stateful] = {"buffer": roles.collector, "prepare": roles.builder}
+        remember: dict[str, Stateful] = {"buffer": roles.collector, "prepare": roles.builder.kl}
         remember |= {"monitor": self.rewards.monitor, "alarms": self.alarms}
         found = Checkpointer(folder, self.config.run, self.state, self.early_stopping, remember, models, self.shutdown)
         roles.learner.keep_faults(folder.faults, setup.template.decode)

@@ -10,6 +10,7 @@ An engine never sees a reward. It may serve several ``generate`` streams at once
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -221,6 +222,15 @@ async def hand_over(engine: Engine, version: int, tensors: Iterable[tuple[str, t
 
 class EngineError(RuntimeError):
     """An engine could not serve a request; the message says which and why."""
+
+
+def portable(error: Exception, otherwise: type[Exception] = EngineError) -> Exception:
+    """Itself, if another process can make it again; else what it says, as ``otherwise``."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return otherwise(f"{type(error).__name__}: {error}")
+    return error
 
 
 class NoMemoryError(EngineError, UserError):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dapo.errors import UserError
 from dapo.records import Sample
-from dapo.rollout.engine import Draft, EngineError, Request
+from dapo.rollout.engine import Draft, EngineError, Request, portable
 from dapo.rollout.group import Layout, layout_of, unpacked
 from dapo.rollout.native.checks import check_request
 from dapo.util.asynchronous import in_thread, until_done
@@ -242,7 +242,7 @@ def main(line: int, memory: int) -> None:
             load: Load = _received(ours)
             engines, about = load(_Telling(ours))
         except Exception as error:
-            ours.sendall(_message(_portable(error)))
+            ours.sendall(_message(portable(error)))
             return
         gc.freeze()
         ours.sendall(_message(("loaded", {name: engine.shapes for name, engine in engines.items()}, about)))
@@ -283,11 +283,11 @@ async def _serve(engines: Mapping[str, NativeEngine], line: socket.socket, memor
                 tell(key, (await asked, engine.version))
             tell(key, None)
         except Exception as error:
-            tell(key, _portable(error))
+            tell(key, portable(error))
         finally:
             tasks.pop(key, None)
             if engine.broken:
-                tell(None, _portable(engine.broken))
+                tell(None, portable(engine.broken))
 
     while True:
         size = int.from_bytes(await reader.readexactly(8))
@@ -296,11 +296,3 @@ async def _serve(engines: Mapping[str, NativeEngine], line: socket.socket, memor
             tasks[key] = loop.create_task(answer(key, *asked))
         elif key in tasks:
             tasks.pop(key).cancel()
-
-
-def _portable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return EngineError(f"{type(error).__name__}: {error}")
-    return error

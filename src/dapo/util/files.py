@@ -86,6 +86,14 @@ def parse_json(text: str | bytes, decoder: json.JSONDecoder | None = None) -> An
         raise ValueError("nested too deeply") from None
 
 
+def json_or_text(text: str) -> Any:
+    """What ``text`` is as JSON; itself where it is none."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
+
+
 def lines_of(path: Path, most: int = 64 * 2**20) -> Iterator[bytes]:
     """The lines of a file with their ends; the last one may lack it.
     Raises OSError: it cannot be read; ValueError: a line has more than ``most`` bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from dapo.observe.metrics import describe
@@ -33,7 +34,8 @@ def curve(values: Sequence[Any], width: int, letters: str = BLOCKS) -> str:
     """The course of a metric in at most ``width`` letters, from its lowest to its highest value; none is a blank."""
     if len(values) > width:
         cuts = [round(place * len(values) / width) for place in range(width + 1)]
-        values = [_mean(values[a:b]) for a, b in pairwise(cuts)]
+        known = ([v for v in values[a:b] if v is not None] for a, b in pairwise(cuts))
+        values = [fmean(part) if part else None for part in known]
     found = [v for v in values if v is not None]
     low, high = min(found, default=0.0), max(found, default=0.0)
     top = len(letters) - 1
@@ -44,8 +46,3 @@ def curve(values: Sequence[Any], width: int, letters: str = BLOCKS) -> str:
         return letters[round(top * (value - low) / (high - low))] if high > low else letters[0]
 
     return "".join(map(letter, values)).rstrip()
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    found = [v for v in values if v is not None]
-    return sum(found) / len(found) if found else None

@@ -73,9 +73,8 @@ def find_start(folder: RunFolder, config: Config, step: int, update: int) -> Sta
 def _starts(folder: RunFolder) -> Iterator[Start]:
     if holds_model(folder.model_before):
         yield Start(folder.model_before, CheckpointId(0))
-    if folder.checkpoints.is_dir():
-        for place in Checkpoints(folder.checkpoints).places():
-            yield Start(folder.checkpoints / place.name, place)
+    for place in Checkpoints(folder.checkpoints).places():
+        yield Start(folder.checkpoints / place.name, place)
 
 
 class Rerun:
@@ -116,7 +115,7 @@ class Rerun:
         if state:
             self.trainer.load_state(start.folder / "optimizer")
             self._use(of_step(start.place.begun))
-            self.preparer.load_state(state["prepare"])
+            self.preparer.kl.load_state(state["prepare"])
             self._under_way = state["step"] if start.place.updates else None
 
     def go_to(self, step: int, phase: Callable[[str], None]) -> None:

@@ -122,11 +122,8 @@ def _draw(place: Axes, entries: Sequence[Entry], name: str, colour: str) -> None
 
 def _running_mean(values: Any) -> Any:
     """Over the 1/20 of the run around each step: at its ends over what there is."""
-    half = max(1, len(values) // 40)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    start, end = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
-    return (sums[end] - sums[start]) / (end - start)
+    window = np.ones(2 * max(1, len(values) // 40) + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
 def _finish(place: Axes, title: str, legend: bool) -> None:

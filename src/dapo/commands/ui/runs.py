@@ -121,18 +121,14 @@ async def _while_there(request: Request) -> AsyncIterator[None]:
 WHILE_THERE = [Depends(_while_there)]  # of all routes that ask for runs
 
 
-def run_named(request: Request, name: str) -> Run:
+def run_named(request: Request, name: Annotated[str, Query(alias="run")]) -> Run:
     """Raises NotHere if there is none of this name."""
     found: Run = request.app.state.runs.get(name)
     request.state.asked.append(found)
     return found
 
 
-def _run_asked(request: Request, name: Annotated[str, Query(alias="run")]) -> Run:
-    return run_named(request, name)
-
-
-RunAsked = Annotated[Run, Depends(_run_asked)]  # The run that a request names. Raises NotHere: there is none.
+RunAsked = Annotated[Run, Depends(run_named)]  # The run that a request names. Raises NotHere: there is none.
 Points = Annotated[int, Query(ge=10, le=5000)]
 
 

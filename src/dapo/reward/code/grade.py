@@ -205,7 +205,4 @@ def _are_close(word: str, expected: str, tolerance: float) -> bool:
 
 
 def _words(text: str) -> list[list[str]]:
-    lines = [line.split() for line in text.split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+    return [line.split() for line in text.rstrip().split("\n")]

@@ -59,10 +59,7 @@ class Rubric:
 
     def grade(self, reply: str) -> float | None:
         """N of the last line, ``Grade: N``, if it is on the scale."""
-        lines = reply.split("\n")
-        while lines and not lines[-1].strip():
-            lines.pop()
-        found = _GRADE.fullmatch(lines[-1].strip()) if lines else None
+        found = _GRADE.fullmatch(reply.rstrip().rpartition("\n")[2].strip())
         low, high = self._scale
         return grade if found and low <= (grade := float(found[1])) <= high else None
 

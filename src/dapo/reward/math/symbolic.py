@@ -82,7 +82,10 @@ def literal(text: str) -> Fraction | None:
         return sign * Fraction(top, bottom) if bottom else None
     based = _BASED.fullmatch(text)
     if based is not None and _is_in_base(based[1], int(based[2])):
-        return _in_base(based[1], int(based[2]))
+        try:
+            return Fraction(int(based[1], int(based[2])))
+        except ValueError:
+            return None
     remainder = _REMAINDER.fullmatch(text)
     if remainder is not None and int(remainder[2]):
         return Fraction(int(remainder[1]) % int(remainder[2]))
@@ -94,13 +97,6 @@ def literal(text: str) -> Fraction | None:
 def _is_in_base(digits: str, base: int) -> bool:
     """Whether ``digits`` of a base are meant: A_{16} is a member of a sequence, FF_{16} is 255."""
     return 2 <= base <= 36 if digits[0].isdigit() else base in (11, 12, 16) and len(digits) > 1
-
-
-def _in_base(digits: str, base: int) -> Fraction | None:
-    try:
-        return Fraction(int(digits, base))
-    except ValueError:
-        return None
 
 
 class _Reader(_Latex2Sympy):  # type: ignore[misc]  # it has no types

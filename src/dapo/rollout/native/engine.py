@@ -89,7 +89,8 @@ class NativeEngine:
         self._due = 0.0  # when all of them are told next
         self._paused = False
         self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
-        self._broken: EngineError | None = None
+        self.broken: EngineError | None = None
+        """Why it has ended; None: it has not."""
         self._incomplete: int | None = None  # version of weights that have not arrived whole
         self._missing: set[str] = set()
         self._changed = threading.Condition()
@@ -99,11 +100,6 @@ class NativeEngine:
     @property
     def version(self) -> int:
         return self._decoder.version
-
-    @property
-    def broken(self) -> EngineError | None:
-        """Why it has ended; None: it has not."""
-        return self._broken
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -151,7 +147,7 @@ class NativeEngine:
                 if event is not None:
                     yield event
         finally:
-            if not (self._closing or self._broken):
+            if not (self._closing or self.broken):
                 self._post(lambda: self._forget(key, bool(expected)), None)
 
     def check(self, request: Request) -> None:
@@ -241,8 +237,8 @@ class NativeEngine:
         Without a future nobody would hear of a failure, so then it ends the engine.
         """
         with self._changed:
-            if self._broken is not None:
-                raise self._broken
+            if self.broken is not None:
+                raise self.broken
             if self._closing:
                 raise EngineError("the engine is closed")
             if self._thread is None:
@@ -265,8 +261,8 @@ class NativeEngine:
             with row_invariant(self._exact):
                 self._serve()
         except BaseException as fault:
-            self._broken = EngineError(f"the engine broke down: {type(fault).__name__}: {fault}")
-        error = self._broken or EngineError("the engine was closed")
+            self.broken = EngineError(f"the engine broke down: {type(fault).__name__}: {fault}")
+        error = self.broken or EngineError("the engine was closed")
         self._fail_streams(error)
         with self._changed:
             for _, future in self._commands:

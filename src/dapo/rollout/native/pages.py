@@ -23,19 +23,15 @@ class PageAllocator:
         self.pages = pages
         self._references = np.zeros(pages, np.int32)
         self._free = np.arange(pages - 1, 0, -1, dtype=np.int32)  # a stack: the lowest numbers go first
-        self._count = pages - 1
-
-    @property
-    def free(self) -> int:
+        self.free = pages - 1
         """Pages that can be taken now."""
-        return self._count
 
     def take(self, count: int) -> PageArray:
         """``count`` pages, each with one owner. Raises ValueError: more than are free."""
-        if count > self._count:
-            raise ValueError(f"{count} pages asked for, {self._count} are free")
-        self._count -= count
-        taken = self._free[self._count : self._count + count].copy()
+        if count > self.free:
+            raise ValueError(f"{count} pages asked for, {self.free} are free")
+        self.free -= count
+        taken = self._free[self.free : self.free + count].copy()
         self._references[taken] = 1
         return taken
 
@@ -47,8 +43,8 @@ class PageAllocator:
         """One owner less for each of ``pages``, which are all different."""
         self._references[pages] -= 1
         freed = pages[self._references[pages] == 0]
-        self._free[self._count : self._count + len(freed)] = freed
-        self._count += len(freed)
+        self._free[self.free : self.free + len(freed)] = freed
+        self.free += len(freed)
 
 
 class BlockTables:

@@ -65,7 +65,7 @@ class VLLMEngine:
             ModelError: vLLM does not cover the model.
             StartError: vLLM did not start; says why.
         """
-        self._version, self._read_adapter = 0 if loaded else -1, adapter
+        self.version, self._read_adapter = 0 if loaded else -1, adapter
         self._incomplete: int | None = None  # version of weights that have not arrived whole
         self._vocabulary, self._stop_ids = embedding_rows(model) or 2**31, list(stop_token_ids)
         self._longest, self._decode = max_sequence_tokens, decode
@@ -76,7 +76,8 @@ class VLLMEngine:
         self._control = asyncio.Lock()
         self._asleep: list[str] = []  # of its memory, in the order of waking
         self._can_sleep = engine_device(config).type == "cuda"
-        self._broken: EngineError | None = None
+        self.broken: EngineError | None = None
+        """Why it has ended; None: it has not, or nobody has asked it anything yet."""
         self._reader: asyncio.Task[None] | None = None
         with model_folder(config, model, loaded) as folder:
             arguments = engine_arguments(
@@ -86,15 +87,6 @@ class VLLMEngine:
         self._core = self._processes.core
         dtype = getattr(torch, config.model.compute_dtype)
         self._transfer = WeightTransfer(self._rpc, model, dtype, config.runtime.sync)
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def broken(self) -> EngineError | None:
-        """Why it has ended; None: it has not, or nobody has asked it anything yet."""
-        return self._broken
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -158,11 +150,11 @@ class VLLMEngine:
 
     def _require_weights(self) -> None:
         """Raises EngineError: there are none to sample from."""
-        if self._broken:
-            raise self._broken
+        if self.broken:
+            raise self.broken
         if self._incomplete is not None:
             raise EngineError(f"the weights of version {self._incomplete} arrived in part; load them again")
-        if self._version < 0:
+        if self.version < 0:
             raise EngineError("the engine has no weights yet")
         if self._asleep:
             raise EngineError("the engine is asleep: wake() comes first")
@@ -189,18 +181,18 @@ class VLLMEngine:
                         self._take(flight, output)
                 await asyncio.sleep(0)  # streams hear of these before the next are taken: a full queue is no wait
         except asyncio.CancelledError:
-            self._broken = self._broken or EngineError("the engine was closed")
+            self.broken = self.broken or EngineError("the engine was closed")
         except Exception as error:
             words = self._processes.last_words(describe(error))
             hint = "; where memory was short, a lower rollout.cache_gib or rollout.max_concurrent_samples helps"
-            self._broken = StartError(f"vLLM ended: {words}{hint}")
+            self.broken = StartError(f"vLLM ended: {words}{hint}")
         flights, self._flights = self._flights, {}
         for flight in flights.values():
-            flight.deliver(self._broken)
+            flight.deliver(self.broken)
 
     def _take(self, flight: Flight, output: Any) -> None:
         try:
-            end = flight.take(output, self._version, self._stop_ids, self._stop_texts)
+            end = flight.take(output, self.version, self._stop_ids, self._stop_texts)
         except Exception as error:  # of the tokenizer's, where it looks for stop texts
             end = EngineError(f"request {flight.request.id}: what vLLM sampled cannot be read: {describe(error)}")
         if end is None:
@@ -216,7 +208,7 @@ class VLLMEngine:
         """Have vLLM forget them, too, without waiting for it."""
         for flight in flights:
             del self._flights[flight.name]
-        if flights and not self._broken:
+        if flights and not self.broken:
             task = asyncio.ensure_future(self._core.abort_requests_async([flight.name for flight in flights]))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -259,8 +251,8 @@ class VLLMEngine:
 
     async def begin(self, version: int) -> None:
         async with self._control:
-            if version < self._version:
-                raise EngineError(f"weights: version {version} was given after version {self._version}")
+            if version < self.version:
+                raise EngineError(f"weights: version {version} was given after version {self.version}")
             self._incomplete = version
             await self._hold("weights")
             await self._wake(("weights",))  # the cache follows once they are there
@@ -278,7 +270,7 @@ class VLLMEngine:
             await self._transfer.commit(fingerprint)
             # the samples in flight, too, are read in again by the new weights
             await self._ask("reset_prefix_cache_async", True, False)
-            self._version, self._incomplete = self._incomplete, None
+            self.version, self._incomplete = self._incomplete, None
             await self._release("weights")
 
     async def sleep(self) -> None:
@@ -323,8 +315,8 @@ class VLLMEngine:
             raise
         except Exception as error:
             await asyncio.wait({reader}, timeout=2.0)  # where a process has died, the reader is told why
-            if self._broken:
-                raise self._broken from None
+            if self.broken:
+                raise self.broken from None
             raise EngineError(f"vLLM: {method.removesuffix('_async')}: {type(error).__name__}: {error}") from error
 
     async def _unless_broken(self, work: asyncio.Future[Any], reader: asyncio.Task[None]) -> Any:
@@ -334,18 +326,18 @@ class VLLMEngine:
             if not work.done():
                 work.cancel()
         if work.cancelled():
-            raise self._broken or EngineError("the engine was closed")
+            raise self.broken or EngineError("the engine was closed")
         return work.result()
 
     def _start_reading(self) -> asyncio.Task[None]:
-        if self._broken:
-            raise self._broken
+        if self.broken:
+            raise self.broken
         if self._reader is None:
             self._reader = asyncio.get_running_loop().create_task(self._read(), name="dapo-vllm")
         return self._reader
 
     async def close(self) -> None:
-        self._broken = self._broken or EngineError("the engine was closed")
+        self.broken = self.broken or EngineError("the engine was closed")
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait([self._reader])

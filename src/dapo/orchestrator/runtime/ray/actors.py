@@ -28,7 +28,7 @@ from dapo.orchestrator.runtime.ray.weights import Sender, Sent, received
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Doubt
-from dapo.rollout.engine import EngineError, InterruptibleEngine, Request, hand_over
+from dapo.rollout.engine import EngineError, InterruptibleEngine, Request, hand_over, portable
 from dapo.rollout.group import Group, GroupError, Layout, unpacked
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.parallel.worker import RankWorker
@@ -72,13 +72,8 @@ class Actor:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Itself, if it can be made again elsewhere."""
     traceback.print_exception(error)  # into Ray's log of this process
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+    return portable(error, RuntimeError)
 
 
 class Rank(RankWorker):

@@ -127,7 +127,7 @@ class Cluster:
         self.actors = [other for other in self.actors if other.name != remote.name] + [remote]
         try:
             async with asyncio.timeout(ACTOR_SECONDS):
-                await remote.locate()
+                remote.process, remote.node = await remote.get("where")
         except TimeoutError:
             raise GoneError(f"{remote} did not start within {ACTOR_SECONDS:g} s (ray status)") from None
         return remote

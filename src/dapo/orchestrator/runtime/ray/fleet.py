@@ -62,7 +62,7 @@ class Fleet:
         self._waiting: list[Ask] = []  # until there is an engine
         self._failure: BaseException | None = None
         self._damaged: Exception | None = None
-        self._version, self._paused, self._changing = version, False, False
+        self.version, self._paused, self._changing = version, False, False
         self._tasks: set[asyncio.Task[None]] = set()
         self.replaced = self.asked_again = 0
         """Engines, and samples that were asked for once more, so far."""
@@ -70,10 +70,6 @@ class Fleet:
             self._begin(self._listen(number))
 
     # --- as an engine -------------------------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     @property
     def decode_steps(self) -> int:
@@ -86,7 +82,7 @@ class Fleet:
     def facts(self) -> dict[str, dict[str, float]]:
         """Of each engine that samples, by its name: the version of its weights, and its unfinished samples."""
         ready = [seat for seat in self._seats if seat.ready]
-        return {seat.remote.name: {"version": self._version, "in_flight": seat.load} for seat in ready}
+        return {seat.remote.name: {"version": self.version, "in_flight": seat.load} for seat in ready}
 
     @property
     def about(self) -> str:
@@ -146,8 +142,8 @@ class Fleet:
         await self._all("wake")
 
     async def begin(self, version: int) -> None:
-        if version < self._version:
-            raise EngineError(f"weights: version {version} was given after version {self._version}")
+        if version < self.version:
+            raise EngineError(f"weights: version {version} was given after version {self.version}")
         self._changing, self._damaged, self._coming = True, None, version
         await self._all("begin", version)
 
@@ -203,7 +199,7 @@ class Fleet:
         self._changed(version, seats if reached is None else [seats[place] for place in reached])
 
     def _changed(self, version: int, seats: Collection[Seat] | None = None) -> None:
-        self._version, self._changing = version, False
+        self.version, self._changing = version, False
         for seat in self._seats:
             seat.ready = not seat.gone and (seats is None or seat in seats)
             if not (seat.ready or seat.gone):
@@ -339,7 +335,7 @@ class Fleet:
         """Have a new engine sample, once it has the weights of now. If there are newer ones, it gets those with the
         others."""
         given = 0 if self._give is None or self._changing else await self._give(seat.remote)
-        if given == self._version and not (self._changing or seat.gone):
+        if given == self.version and not (self._changing or seat.gone):
             seat.ready = True
             self._route_waiting()
 

@@ -39,10 +39,6 @@ class Remote:
     def __str__(self) -> str:
         return f"{self.name} (process {self.process} on {self.node})" if self.process else self.name
 
-    async def locate(self) -> None:
-        """Find out where it is. Raises GoneError: it could not be started."""
-        self.process, self.node = await self.get("where")
-
     async def get(self, method: str, *args: Any) -> Any:
         """What a method gives that does not go by ``call``. Raises GoneError."""
         try:

@@ -18,6 +18,7 @@ from dapo.rollout.native.paged.runner import PagedRunner
 from dapo.rollout.native.pages import minimum_pages, pages_for
 from dapo.rollout.native.rows import Rows
 from dapo.rollout.native.stopping import StopTexts
+from dapo.util.files import size_text
 
 PAGE_TOKENS = 32
 """Half a page per sequence is wasted, and a table entry is read per page: 32 tokens keep both under 5% and 1%."""
@@ -54,8 +55,8 @@ def paged_decoder(
     least = minimum_pages(max_sequence_tokens, PAGE_TOKENS)
     if pages < least:
         raise ModelError(
-            f"the cache of one sequence of {max_sequence_tokens} tokens takes {_gib(least * shape.page_bytes)}, but "
-            f"there is room for {_gib(cache_bytes)} on {device}; shorten rollout.max_response_length, lower "
+            f"the cache of one sequence of {max_sequence_tokens} tokens takes {size_text(least * shape.page_bytes)}, "
+            f"but there is room for {size_text(cache_bytes)} on {device}; shorten rollout.max_response_length, lower "
             "rollout.max_concurrent_samples, or raise rollout.cache_gib"
         )
     pool = Pool(replace(shape, pages=pages), device)
@@ -112,7 +113,3 @@ def _free_bytes(device: torch.device, spare: int) -> int:
     free = torch.cuda.mem_get_info(device)[0]
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, int((free + kept - spare) * FREE_SHARE))
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
