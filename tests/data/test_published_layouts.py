@@ -11,7 +11,8 @@ from tokenizers_for_tests import CHAT, char_tokenizer
 from dapo.config import DataConfig, load_config
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
-from dapo.plan.estimate import Assumed, cluster_of, estimate_for
+from dapo.plan.estimate import Assumed, estimate_for
+from dapo.plan.hardware import cluster_of
 from dapo.reward.math.score import score_math
 
 datasets = pytest.importorskip("datasets")

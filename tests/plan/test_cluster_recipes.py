@@ -10,7 +10,8 @@ import pytest
 from dapo.config import Config, load_config
 from dapo.config.plan import recipe_path
 from dapo.errors import ConfigError
-from dapo.plan.estimate import Assumed, Estimate, cluster_of, estimate_for, gpus_asked
+from dapo.plan.estimate import Assumed, Estimate, estimate_for
+from dapo.plan.hardware import cluster_of, gpus_asked
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "cluster").glob("*.yaml"))
 RAY = ("runtime.kind=ray", "runtime.learner.workers=2")

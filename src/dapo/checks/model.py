@@ -16,8 +16,8 @@ from dapo.data.template import PromptTemplate
 from dapo.environments.player import SHOW_TOOLS, hidden_tools
 from dapo.errors import ConfigError, DataError, ModelError, UserError, extra, first_line
 from dapo.model import loading
-from dapo.model.adapters import adapter_parameters, find_adapter
-from dapo.model.hub import hub_answers, is_name
+from dapo.model.adapters import CONFIG_FILE, adapter_parameters, find_adapter
+from dapo.model.hub import hub_answers, is_name, require_at_hand
 from dapo.model.nf4 import in_4_bits
 from dapo.model.placement import device_of, engine_device, set_threads
 from dapo.observe.progress import QuietListener
@@ -84,6 +84,8 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
     try:
         adapter = find_adapter(name)
         name = name if adapter is None else adapter.base
+        if adapter is not None and hub_answers():
+            require_at_hand(f"adapter {adapter.folder}: base_model_name_or_path in {CONFIG_FILE}:", name)
         absent = _absent(context, "model", name, "config.json")
         if absent:
             yield absent

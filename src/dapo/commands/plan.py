@@ -51,7 +51,8 @@ def plan(
     from dapo.config.plan import existing_recipe
     from dapo.config.stages import load_stage, stage_named
     from dapo.errors import ConfigError
-    from dapo.plan.estimate import Assumed, cluster_of
+    from dapo.plan.estimate import Assumed
+    from dapo.plan.hardware import cluster_of
 
     if (stage := stage_named(existing_recipe(recipe))) is not None:
         config: Any = load_stage(stage, recipe, overrides or ())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError, first_line, install
-from dapo.model.hub import require_at_hand
+from dapo.model.hub import is_name
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -84,7 +84,11 @@ def find_adapter(path: str | Path) -> Adapter | None:
             f"adapter {folder}: its base {base} is a folder with an adapter, too; one adapter is served, on a model of "
             "its own folder. Name that in base_model_name_or_path"
         )
-    require_at_hand(f"adapter {folder}: base_model_name_or_path in {CONFIG_FILE}:", found)
+    if not is_name(found) and not os.path.isdir(Path(found).expanduser()):  # noqa: PTH112
+        raise ModelError(
+            f"adapter {folder}: its base {base} is no folder here; put the model there, or name where it is in "
+            f"base_model_name_or_path of {CONFIG_FILE}"
+        )
     return Adapter(folder, found, settings)
 
 
