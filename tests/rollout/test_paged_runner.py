@@ -331,7 +331,7 @@ def test_memory_for_steps_and_prompts_is_left(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_cache_too_small_for_one_sequence_names_what_to_change() -> None:
-    with pytest.raises(ModelError, match=r"cache of one sequence of 64 tokens takes .* GiB.*rollout\.cache_gib"):
+    with pytest.raises(ModelError, match=r"cache of one sequence of 64 tokens takes .* KiB.*rollout\.cache_gib"):
         paged(random_model("qwen2"), pages=minimum_pages(LONGEST, PAGE) - 1)
 
 
