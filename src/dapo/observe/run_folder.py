@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -209,8 +210,11 @@ def _make_way(root: Path, if_exists: str, only_look: bool = False) -> Path | Non
     if not there.is_dir():
         what = "a file" if there.exists() else "a link to nothing"
         raise UserError(f"run.dir: {there} is {what}; set run.dir to another folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"run.dir: cannot write to {there}; set run.dir to another folder")
+    try:  # os.access says to root that all can be written
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(f"run.dir: cannot write to {there}: {error.strerror}; set run.dir to another folder") from None
     if there != root or not any(root.iterdir()):
         return None
     if if_exists == "fail":
