@@ -84,10 +84,10 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
     try:
         adapter = find_adapter(name)
         name = name if adapter is None else adapter.base
-        if adapter is not None and hub_answers():
-            require_at_hand(f"adapter {adapter.folder}: base_model_name_or_path in {CONFIG_FILE}:", name)
         absent = _absent(context, "model", name, "config.json")
         if absent:
+            if adapter is not None and hub_answers():
+                require_at_hand(f"adapter {adapter.folder}: base_model_name_or_path in {CONFIG_FILE}:", name)
             yield absent
             return
         found = loading.read_config(name, config.model.trust_remote_code)
