@@ -151,6 +151,12 @@ def test_whole_copies_share_nothing_and_main_memory_takes_what_it_is_told_to() -
     assert moved == pytest.approx(16 * 7_615_616_512, rel=1e-6) and offloaded.needed() < shared.needed()
 
 
+def test_only_the_gpus_that_train_exchange() -> None:
+    ray = ("model.path=7B", "runtime.kind=ray", "runtime.learner.workers=4", "training.tokens_per_micro_batch=2048")
+    beside = estimated("8xH100", *ray, "runtime.placement=disaggregated", "runtime.engine.workers=4")
+    assert beside.ranks == 4 and beside.network() == estimated("4xH100", *ray).network() > 0
+
+
 def test_a_forward_pass_is_a_third_of_an_update_whatever_the_prompts() -> None:
     for prompt, response in ((100, 300), (500, 20)):
         forward, both = estimated("H200", assumed=Assumed(response, prompt, 1.0)).operations()

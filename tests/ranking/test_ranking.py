@@ -105,6 +105,15 @@ def test_the_implicit_reward_is_that_of_the_stage(policy: Path) -> None:
             dapo.rank(policy, "1+2=", ["#3"], settings=wrong)
 
 
+@pytest.mark.parametrize("asked, device", [("auto", "cuda"), ("cpu", "cpu")])
+def test_a_policy_ranks_on_the_device_that_is_asked_for(
+    policy: Path, asked: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ranker: Any = load_ranker(policy, overrides=[f"runtime.device={asked}"])
+    assert ranker._config.runtime.device == device
+
+
 def test_a_language_model_alone_ranks_nothing(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"its probabilities alone rank nothing.*--reference"):
         load_ranker(policy.parent / "base")
